@@ -1,0 +1,97 @@
+"""BERT (Devlin et al., 2018, https://arxiv.org/abs/1810.04805); reference: transformers' BertModel."""
+
+from toolkit.errors import CheckpointError
+from toolkit.recipe import ConfigReader, Recipe
+from toolkit.spec import AttentionSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec
+from toolkit.weights import drop, fuse, rename
+
+LAYER = "encoder.layer.{i}."
+
+
+def spec(config: ConfigReader) -> EncoderSpec:
+    """Effective configuration; defaults are BertConfig's."""
+    config.neutral(position_embedding_type="absolute")
+    hidden = config.integer("hidden_size", 768)
+    heads = config.integer("num_attention_heads", 12)
+    if hidden % heads:
+        raise CheckpointError(
+            f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}"
+        )
+    positions = config.integer("max_position_embeddings", 512)
+    norm = NormSpec(eps=config.positive("layer_norm_eps", 1e-12))
+    head_dim = hidden // heads
+    return EncoderSpec(
+        hidden=hidden,
+        layers=config.integer("num_hidden_layers", 12),
+        usable_length=positions,
+        embedding=EmbeddingSpec(
+            vocab_size=config.integer("vocab_size", 30522),
+            width=hidden,
+            positions=positions,
+            position_start=0,
+            segments=config.integer("type_vocab_size", 2),
+            norm=norm,
+        ),
+        attention=AttentionSpec(
+            heads=heads, kv_heads=heads, head_dim=head_dim, scale=head_dim**-0.5, causal=False, bias=True
+        ),
+        mlp=MlpSpec(
+            width=config.integer("intermediate_size", 3072),
+            activation=config.activation("hidden_act", "gelu"),
+            bias=True,
+        ),
+        norm=norm,
+    )
+
+
+RECIPE = Recipe(
+    model_type="bert",
+    classes=("BertModel", "BertForMaskedLM", "BertForPreTraining"),
+    tasks=("embed",),
+    spec=spec,
+    prefixes=("bert.",),
+    legacy_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    rules=(
+        rename("embeddings.token.weight", "embeddings.word_embeddings.weight"),
+        rename("embeddings.position.weight", "embeddings.position_embeddings.weight"),
+        rename("embeddings.segment.weight", "embeddings.token_type_embeddings.weight"),
+        rename("embeddings.norm.{p}", "embeddings.LayerNorm.{p}"),
+        fuse(
+            "blocks.{i}.attention.qkv.{p}",
+            LAYER + "attention.self.query.{p}",
+            LAYER + "attention.self.key.{p}",
+            LAYER + "attention.self.value.{p}",
+        ),
+        rename("blocks.{i}.attention.out.{p}", LAYER + "attention.output.dense.{p}"),
+        rename("blocks.{i}.attention_norm.{p}", LAYER + "attention.output.LayerNorm.{p}"),
+        rename("blocks.{i}.mlp.up.{p}", LAYER + "intermediate.dense.{p}"),
+        rename("blocks.{i}.mlp.down.{p}", LAYER + "output.dense.{p}"),
+        rename("blocks.{i}.mlp_norm.{p}", LAYER + "output.LayerNorm.{p}"),
+        drop("embeddings.position_ids", why="a buffer of consecutive numbers, not a parameter"),
+        drop("embeddings.token_type_ids", why="a buffer of zeros, not a parameter"),
+        drop("pooler.dense.{p}", why="the vectors are pooled from token states, not by BERT's pooler"),
+        drop("cls.{*}", why="the pre-training heads do not take part in embeddings", outside=True),
+    ),
+    irrelevant=frozenset(
+        # Dropout is off at inference; pad tokens never reach a packed batch, and BERT's positions ignore them.
+        ["hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "pad_token_id"]
+        # Sizes of the pooler in checkpoints that Google released; it is not used.
+        + ["directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"]
+        + ["pooler_size_per_head", "pooler_type"]
+    ),
+    tiny={
+        "model_type": "bert",
+        "architectures": ["BertModel"],
+        "vocab_size": 61,
+        "hidden_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 5,
+        "intermediate_size": 56,
+        "max_position_embeddings": 24,
+        "type_vocab_size": 3,
+        "layer_norm_eps": 1e-3,
+        "pad_token_id": 7,
+        "hidden_act": "gelu",
+    },
+    note="absolute positions; bidirectional; no pooler output",
+)

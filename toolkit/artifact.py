@@ -1,0 +1,200 @@
+"""The converted folder: self-contained, movable, written as a whole or not at all.
+
+`toolkit.json` is its manifest; beside it lie `model*.safetensors`, the tokenizer files, the source's
+`config.json`, `parity.json` and `parity.html`.
+"""
+
+import contextlib
+import ctypes
+import errno
+import json
+import os
+import secrets
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import ArtifactError, CheckpointError
+from toolkit.pipeline import Pipeline
+from toolkit.spec import EncoderSpec
+from toolkit.tensorfile import parse_json, read_header, read_tensor
+from toolkit.tokenizer import TokenizerSpec
+
+__all__ = ["MANIFEST", "SCHEMA", "Artifact", "Manifest", "atomic_folder"]
+
+MANIFEST = "toolkit.json"
+SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """`toolkit.json`. `spec`, `pipeline` and `tokenizer` are what the module is rebuilt from.
+
+    `source` holds what the user wrote, the revision and the sha256 of each file; `audit` says what became of
+    every source tensor; `effective_limit` is the longest sequence, `seam_width` the width of caller embeds.
+    """
+
+    schema: int
+    model_type: str
+    architectures: list[str]
+    recipe: dict[str, str]
+    task: str
+    dtype: str
+    spec: EncoderSpec
+    pipeline: Pipeline
+    tokenizer: TokenizerSpec
+    usable_length: int
+    seam_width: int
+    audit: list[dict[str, Any]]
+    source: dict[str, Any]
+    versions: dict[str, str]
+    warnings: list[str]
+
+    def to_json(self) -> str:
+        """Serialise, indented."""
+        return json.dumps(asdict(self), indent=2, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Manifest":
+        """Inverse of `to_json`.
+
+        Raises:
+            ArtifactError: another schema version, or fields are missing.
+        """
+        if data.get("schema") != SCHEMA:
+            raise ArtifactError(
+                f"{MANIFEST}: schema {data.get('schema')!r}, this version reads {SCHEMA}: convert again"
+            )
+        try:
+            parts = {
+                "spec": EncoderSpec.from_dict(data["spec"]),
+                "pipeline": Pipeline(**data["pipeline"]),
+                "tokenizer": TokenizerSpec(**data["tokenizer"]),
+            }
+            return cls(**{**data, **parts})
+        except (KeyError, TypeError) as error:
+            raise ArtifactError(f"{MANIFEST} is damaged ({error}): convert again") from None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Artifact:
+    """An opened converted folder."""
+
+    folder: Path
+    manifest: Manifest
+
+    @classmethod
+    def open(cls, folder: str | Path) -> "Artifact":
+        """Open a converted folder and read its manifest.
+
+        Raises:
+            ArtifactError: it is none, or of another schema version.
+        """
+        folder = Path(folder)
+        if not (folder / MANIFEST).is_file():
+            raise ArtifactError(
+                f"{folder} is no converted folder: {MANIFEST} is missing (run toolkit convert)"
+            )
+        try:
+            data = parse_json((folder / MANIFEST).read_bytes(), MANIFEST)
+        except CheckpointError as error:
+            raise ArtifactError(str(error)) from None
+        return cls(folder=folder, manifest=Manifest.from_dict(data))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the weights."""
+        return getattr(torch, self.manifest.dtype)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Read the state dict.
+
+        Raises:
+            ArtifactError: a weight file is missing or damaged.
+        """
+        files = sorted(self.folder.glob("model*.safetensors"))
+        if not files:
+            raise ArtifactError(f"{self.folder} has no model*.safetensors: convert again")
+        try:
+            return {name: read_tensor(info) for file in files for name, info in read_header(file).items()}
+        except CheckpointError as error:
+            raise ArtifactError(f"{self.folder}: {error}") from None
+
+
+# Removes a folder when the process that started it goes away without saying so, however it went.
+_JANITOR = "import shutil, sys; sys.stdin.buffer.read(1) or shutil.rmtree(sys.argv[1], ignore_errors=True)"
+
+
+@contextlib.contextmanager
+def atomic_folder(out: Path, *, force: bool) -> Iterator[Path]:
+    """Give a temporary sibling of `out` to write into; at the end it becomes `out`, on an error it vanishes.
+
+    If the process is killed, a small helper process removes the sibling. With `force` an existing artifact is
+    exchanged for the new one in one step.
+
+    Raises:
+        ArtifactError: `out` exists and `force` is not set, or `out` is no artifact, or cannot be written.
+    """
+    refuse_occupied(out, force=force)
+    temporary = out.absolute().parent / f".{out.name}.{secrets.token_hex(6)}.partial"
+    janitor = subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", _JANITOR, str(temporary)],
+        stdin=subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        try:
+            temporary.mkdir(parents=True)
+        except OSError as error:
+            raise ArtifactError(f"cannot write beside {out}: {error.strerror}") from None
+        yield temporary
+        _put_in_place(temporary, out, force=force)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+        with contextlib.suppress(BrokenPipeError):
+            janitor.communicate(b".")
+
+
+def refuse_occupied(out: Path, *, force: bool) -> None:
+    """Raise ArtifactError if `out` may not be written: it exists, or is no artifact that `force` may replace."""
+    if not os.path.lexists(out):
+        return
+    if not force:
+        raise ArtifactError(f"{out} exists: choose another folder, or replace it with --force")
+    if out.is_symlink() or not (out / MANIFEST).is_file():
+        raise ArtifactError(
+            f"{out} exists and is no converted folder: --force does not replace it, remove it yourself"
+        )
+
+
+def _put_in_place(temporary: Path, out: Path, *, force: bool) -> None:
+    refuse_occupied(out, force=force)
+    if not out.exists():
+        os.rename(temporary, out)
+    elif not _exchange(temporary, out):
+        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
+        os.rename(out, old / "artifact")
+        os.rename(temporary, out)
+        shutil.rmtree(old)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two folders in one step with Linux's renameat2; False where that is not to be had."""
+    at_cwd, exchange = -100, 2
+    renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if renameat2 is None:
+        return False
+    if renameat2(at_cwd, os.fsencode(a), at_cwd, os.fsencode(b), exchange) == 0:
+        return True
+    code = ctypes.get_errno()
+    if code in (errno.ENOSYS, errno.EINVAL):
+        return False
+    raise ArtifactError(f"cannot replace {b}: {os.strerror(code)}")

@@ -1,0 +1,122 @@
+"""Attention over packed sequences: one file a backend, and the table that says which are there.
+
+A backend is chosen when a module is built, never inside `forward`. Each is one custom op with a fake
+implementation, so the compiler sees a single node and the graph stays whole.
+"""
+
+import importlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import UnsupportedError
+from toolkit.spec import AttentionSpec
+
+__all__ = ["BACKENDS", "AttentionBackend", "Backend", "choose_backend", "why_unavailable"]
+
+
+class AttentionBackend(Protocol):
+    """q [T, N, H], k and v [T, K, H], cu_seqlens int32 [S + 1], max_len int32 [1] on the CPU → [T, N, H].
+
+    `max_len` is an upper bound of the sequence lengths. Rows beyond `cu_seqlens[-1]` are left undefined.
+    """
+
+    def __call__(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        cu_seqlens: Tensor,
+        max_len: Tensor,
+        scale: float,
+        /,
+    ) -> Tensor:
+        """Attend within each sequence, bidirectionally."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Backend:
+    """One row of the table: where it lives and what it can do."""
+
+    name: str
+    module: str
+    device: str
+    dtypes: tuple[torch.dtype, ...]
+    max_head_dim: int
+
+    def why_unavailable(self) -> str | None:
+        """None if it can run on this machine, else the reason and the fix."""
+        return importlib.import_module(self.module).why_unavailable()
+
+    def why_unfit(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+        """None if it can compute `spec` exactly, else the reason."""
+        if device.type != self.device:
+            return f"runs on {self.device} only"
+        if dtype not in self.dtypes:
+            return f"does not take {dtype}"
+        if spec.head_dim > self.max_head_dim:
+            return f"head size {spec.head_dim} exceeds {self.max_head_dim}"
+        if spec.causal:
+            return "causal attention is not supported yet"
+        return self.why_unavailable()
+
+    def load(self) -> AttentionBackend:
+        """Import the backend's module and return its op."""
+        return importlib.import_module(self.module).attend
+
+
+_HALF = (torch.float16, torch.bfloat16)
+_ANY = (torch.float64, torch.float32, *_HALF)
+
+# In order of preference.
+BACKENDS = (
+    Backend(
+        name="varlen",
+        module="toolkit.attention.varlen",
+        device="cuda",
+        dtypes=_HALF,
+        max_head_dim=256,
+    ),
+    Backend(
+        name="flash3",
+        module="toolkit.attention.flash3",
+        device="cuda",
+        dtypes=_HALF,
+        max_head_dim=256,
+    ),
+    Backend(
+        name="efficient",
+        module="toolkit.attention.efficient",
+        device="cuda",
+        dtypes=(torch.float32, *_HALF),
+        max_head_dim=2**16,
+    ),
+    Backend(name="sdpa", module="toolkit.attention.sdpa", device="cpu", dtypes=_ANY, max_head_dim=2**30),
+)
+
+
+def choose_backend(
+    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, name: str = "auto"
+) -> tuple[str, AttentionBackend]:
+    """Return the name and the op of the first backend that fits, or of the one that is asked for.
+
+    Raises:
+        UnsupportedError: none fits; the message gives each one's reason.
+    """
+    reasons: list[str] = []
+    for backend in BACKENDS:
+        if name not in ("auto", backend.name):
+            continue
+        reason = backend.why_unfit(spec, device, dtype)
+        if reason is None:
+            return backend.name, backend.load()
+        reasons.append(f"{backend.name}: {reason}")
+    raise UnsupportedError(f"no attention backend for {dtype} on {device} ({'; '.join(reasons) or name})")
+
+
+def why_unavailable(name: str) -> str | None:
+    """None if the backend `name` can run on this machine, else the reason and the fix."""
+    return next(b for b in BACKENDS if b.name == name).why_unavailable()

@@ -1,0 +1,43 @@
+"""CUDA attention: FlashAttention 3 (Shah et al., 2024), for Hopper; the package `fa3-fwd`, extra `[flash]`.
+
+Shape suffixes: T tokens, N query heads, K key/value heads, H head size, S sequences.
+"""
+
+import importlib.util
+
+import torch
+from torch import Tensor
+
+__all__ = ["attend", "why_unavailable"]
+
+
+def why_unavailable() -> str | None:
+    """None if the package is installed and the device is a Hopper GPU."""
+    if not torch.cuda.is_available():
+        return "needs a CUDA device"
+    if torch.cuda.get_device_capability()[0] != 9:
+        return "needs a Hopper GPU (compute capability 9.x)"
+    if importlib.util.find_spec("fa3_fwd_interface") is None:
+        return "pip install 'dualgraph-toolkit[flash]'"
+    return None
+
+
+@torch.library.custom_op("toolkit::flash3_attention", mutates_args=())
+def attend(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float
+) -> Tensor:
+    """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
+    from fa3_fwd_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    longest = int(max_len.item())
+    result = flash_attn_varlen_func(
+        q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=False
+    )
+    return result[0] if isinstance(result, tuple) else result
+
+
+@attend.register_fake
+def _(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float
+) -> Tensor:
+    return q_TNH.new_empty(q_TNH.shape)

@@ -1,0 +1,115 @@
+"""Packed batches: the tokens of all sequences one after another, without padding.
+
+Shape suffixes: T tokens, S sequences, W width of the seam.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.inputs import Row
+
+__all__ = ["EmbedsBatch", "PackedBatch", "pack", "pack_embeds"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch:
+    """A batch of token ids.
+
+    Attributes:
+        ids: int32 [T].
+        positions: int32 [T], restarting at the model's first position in every sequence.
+        segments: int32 [T].
+        cu_seqlens: int32 [S + 1], where each sequence starts and, last, where the batch ends.
+        max_len: int32 [1], always on the CPU: an upper bound of the sequence lengths.
+    """
+
+    ids: Tensor
+    positions: Tensor
+    segments: Tensor
+    cu_seqlens: Tensor
+    max_len: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """T."""
+        return self.ids.shape[0]
+
+    @property
+    def sequences(self) -> int:
+        """S."""
+        return self.cu_seqlens.shape[0] - 1
+
+    def args(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of an ids entry point's arguments."""
+        return self.ids, self.positions, self.segments, self.cu_seqlens, self.max_len
+
+    def to(self, device: torch.device) -> "PackedBatch":
+        """Move all tensors but `max_len`, which stays on the CPU."""
+        if device.type == self.ids.device.type:
+            return self
+        names = ("ids", "positions", "segments", "cu_seqlens")
+        return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbedsBatch(PackedBatch):
+    """A batch in which some tokens are given as embeddings.
+
+    Attributes:
+        embeds: [T, W] in the weights' dtype, on the model's device; rows that are not selected may hold anything.
+        is_embed: bool [T], which rows of `embeds` take the place of the token table's.
+    """
+
+    embeds: Tensor
+    is_embed: Tensor
+
+    def args(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of an embeds entry point's arguments."""
+        return *super().args(), self.embeds, self.is_embed
+
+    def to(self, device: torch.device) -> "EmbedsBatch":
+        """Move all tensors but `max_len`."""
+        moved = super().to(device)
+        return replace(moved, embeds=self.embeds.to(device), is_embed=self.is_embed.to(device))  # type: ignore[return-value]
+
+
+def pack(rows: Sequence[Row], position_start: int) -> PackedBatch:
+    """Pack rows of token ids, on the CPU. Rows may be empty.
+
+    Args:
+        rows: checked sequences.
+        position_start: the position of each sequence's first token.
+    """
+    lengths = np.fromiter((len(row) for row in rows), np.int32, len(rows))
+    cu_seqlens = np.zeros(len(rows) + 1, np.int32)
+    np.cumsum(lengths, out=cu_seqlens[1:])
+    positions = (
+        np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths) + position_start
+    )
+    empty = np.zeros(0, np.int32)
+    return PackedBatch(
+        ids=torch.from_numpy(np.concatenate([empty, *(row.ids for row in rows)])),
+        positions=torch.from_numpy(positions.astype(np.int32)),
+        segments=torch.from_numpy(np.concatenate([empty, *(row.segments for row in rows)])),
+        cu_seqlens=torch.from_numpy(cu_seqlens),
+        max_len=torch.tensor([lengths.max(initial=0)], dtype=torch.int32),
+    )
+
+
+def pack_embeds(
+    rows: Sequence[Row], position_start: int, width: int, dtype: torch.dtype, device: torch.device
+) -> EmbedsBatch:
+    """Pack rows of which some hold embeddings; `embeds` is built on `device` in `dtype`, the rest on the CPU."""
+    batch = pack(rows, position_start)
+    embeds_TW = torch.zeros(batch.tokens, width, dtype=dtype, device=device)
+    is_embed_T = torch.zeros(batch.tokens, dtype=torch.bool)
+    for row, begin in zip(rows, batch.cu_seqlens.tolist(), strict=False):
+        for start, piece in row.embeds:
+            place = slice(begin + start, begin + start + len(piece))
+            embeds_TW[place].copy_(piece)
+            is_embed_T[place] = True
+    return EmbedsBatch(**vars(batch), embeds=embeds_TW, is_embed=is_embed_T)

@@ -1,0 +1,323 @@
+"""The command line: parse, call one library function, print.
+
+Results go to standard output, progress and errors to standard error. Exit status: 0 done, 1 parity failed,
+2 unsupported, bad input or bad checkpoint. torch is imported by the commands, not by `--help`.
+"""
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from toolkit import __version__
+from toolkit.errors import InputError, ToolkitError
+
+__all__ = ["app", "main"]
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Convert Hugging Face checkpoints into compiled, graph-captured modules whose numbers are proven.",
+    epilog="Exit status: 0 done, 1 parity failed, 2 unsupported, bad input or bad checkpoint.",
+)
+_out = Console()
+_err = Console(stderr=True)
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
+Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
+Mode = Annotated[str, typer.Option(help="eager, compile, graph, or auto for the best the device has.")]
+OutFolder = Annotated[
+    Path, typer.Argument(metavar="OUT", help="A folder that toolkit convert wrote.", show_default=False)
+]
+
+
+def _version(value: bool) -> None:
+    if value:
+        print(__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@contextmanager
+def _stages() -> Iterator[Callable[[str], None]]:
+    """Show stages as they begin: a spinner on a terminal, plain lines elsewhere; always on standard error."""
+    if not _err.is_terminal:
+        yield lambda stage: _err.print(f"· {stage}", highlight=False)
+        return
+    with _err.status("starting") as status:
+
+        def show(stage: str) -> None:
+            _err.print(f"[dim]· {stage}[/]", highlight=False)
+            status.update(stage)
+
+        yield show
+
+
+def _print_json(data: Any) -> None:
+    print(json.dumps(data, indent=2, ensure_ascii=False, default=str))
+
+
+@app.command()
+def convert(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A hub id, a folder, or package:NAME[/subfolder].", show_default=False
+        ),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[OUT]", help="The folder to write; default: ./NAME-toolkit.", show_default=False
+        ),
+    ] = None,
+    task: Annotated[str, typer.Option(help="embed, or auto to read it off the checkpoint.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Where to verify: auto, cpu, cuda or cuda:N.")] = "auto",
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
+    recipe: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="A Python file with a recipe of your own. It is executed."),
+    ] = None,
+    no_verify: Annotated[
+        bool, typer.Option("--no-verify", help="Do not compare with the reference libraries.")
+    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a converted folder.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Convert a checkpoint, check its numbers, and write a folder that toolkit.load takes."""
+    from toolkit.conversion import convert as run
+
+    with _stages() as on_stage:
+        report = run(
+            model, out, task, dtype, not no_verify, force, revision, recipe, device=device, on_stage=on_stage
+        )
+    if as_json:
+        _print_json(report.to_dict())
+        return
+    for warning in report.manifest.warnings:
+        _err.print(f"[yellow]warning[/] {warning}", highlight=False)
+    if report.parity is not None:
+        _out.print(report.parity.table())
+        _out.print(report.parity.summary(), highlight=False)
+    manifest = report.manifest
+    _out.print(
+        f"[bold]{report.out}[/]  {manifest.model_type} · {manifest.task} · {manifest.dtype} · "
+        f"{len(manifest.audit)} source tensors accounted for",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+@app.command()
+def verify(
+    out: OutFolder,
+    source: Annotated[
+        str | None,
+        typer.Option(help="The checkpoint; default: what OUT was converted from.", show_default=False),
+    ] = None,
+    device: Device = "auto",
+    mode: Annotated[list[str] | None, typer.Option(help="Check this mode only; may be repeated.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a converted folder with transformers and sentence-transformers. Exit status 1 on a miss."""
+    from toolkit.parity import verify as run
+
+    with _stages() as on_stage:
+        report = run(out, source, device=device, modes=mode, on_stage=on_stage)
+    if as_json:
+        _print_json(report.to_dict())
+    else:
+        _out.print(report.table())
+        for note in report.notes:
+            _out.print(f"[yellow]note[/] {note}", highlight=False)
+        _out.print(report.summary(), highlight=False)
+    if not report.passed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def embed(
+    out: OutFolder,
+    file: Annotated[
+        str,
+        typer.Argument(metavar="[FILE|-]", help="A UTF-8 file with one text a line; - is standard input."),
+    ] = "-",
+    prompt_name: Annotated[
+        str | None, typer.Option(help="A prompt of the checkpoint to put in front.")
+    ] = None,
+    prompt: Annotated[
+        str | None, typer.Option(help="A text to put in front; empty switches prompts off.")
+    ] = None,
+    truncate_dim: Annotated[int | None, typer.Option(help="Keep the first so many values.")] = None,
+    similarity: Annotated[
+        bool,
+        typer.Option("--similarity", help="Print a table of cosine similarities instead of the vectors."),
+    ] = False,
+    device: Device = "auto",
+    mode: Mode = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Embed texts, one a line. Prints one JSON array of numbers a line, or with --json one document."""
+    from toolkit.runner import load
+
+    texts = _read_lines(file)
+    with _stages() as on_stage:
+        on_stage(f"loading {out}")
+        runner = load(out, device=device, mode=mode)
+        on_stage(f"embedding {len(texts)} texts ({runner.mode} on {runner.device}; the first batch compiles)")
+        vectors = runner.embed(texts, prompt_name=prompt_name, prompt=prompt, truncate_dim=truncate_dim)
+    if similarity:
+        _print_similarity(texts, vectors, as_json)
+    elif as_json:
+        _print_json({"texts": texts, "vectors": vectors.tolist()})
+    else:
+        for vector in vectors.tolist():
+            print(json.dumps(vector))
+
+
+def _read_lines(file: str) -> list[str]:
+    try:
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"cannot read {file}: {error}") from None
+    return text.splitlines()
+
+
+def _print_similarity(texts: list[str], vectors: Any, as_json: bool) -> None:
+    from torch.nn.functional import normalize
+
+    unit = normalize(vectors)
+    matrix = (unit @ unit.T).tolist()
+    if as_json:
+        _print_json({"texts": texts, "similarity": matrix})
+        return
+    table = Table(title="cosine similarity", title_justify="left")
+    table.add_column("text", max_width=60, no_wrap=True)
+    for number in range(len(texts)):
+        table.add_column(str(number), justify="right")
+    for number, (text, row) in enumerate(zip(texts, matrix, strict=True)):
+        table.add_row(f"{number} {text}", *(f"{value:.3f}" for value in row))
+    _out.print(table)
+
+
+@app.command()
+def bench(
+    out: OutFolder,
+    texts: Annotated[
+        int, typer.Option(help="How many texts; their lengths are lognormal, mean about 43 tokens.", min=8)
+    ] = 512,
+    source: Annotated[
+        str | None,
+        typer.Option(
+            help="The checkpoint for the peers; default: what OUT was converted from.", show_default=False
+        ),
+    ] = None,
+    device: Device = "auto",
+    mode: Mode = "auto",
+    packed_tokens: Annotated[
+        int | None,
+        typer.Option(help="Tokens of the packed batch; default: 65536 on CUDA, 2048 on a CPU.", min=64),
+    ] = None,
+    save: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Also write the JSON to this file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure an artifact beside sentence-transformers, transformers and onnxruntime, in one run."""
+    from toolkit.bench import run_bench
+
+    with _stages() as on_stage:
+        result = run_bench(
+            out, source, texts=texts, device=device, mode=mode, packed_tokens=packed_tokens, on_stage=on_stage
+        )
+    if save is not None:
+        save.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
+    if as_json:
+        _print_json(result.to_dict())
+    else:
+        for table in result.tables():
+            _out.print(table)
+
+
+@app.command()
+def recipes(as_json: AsJson = False) -> None:
+    """List the architectures that can be converted."""
+    from toolkit.registry import all_recipes
+
+    entries = all_recipes()
+    if as_json:
+        _print_json(
+            [
+                {
+                    "model_type": entry.recipe.model_type,
+                    "tasks": entry.recipe.tasks,
+                    "classes": entry.recipe.classes,
+                    "note": entry.recipe.note,
+                    "origin": entry.origin,
+                    "sha256": entry.digest,
+                }
+                for entry in entries
+            ]
+        )
+        return
+    table = Table("model_type", "tasks", "transformers classes", "notes", "origin")
+    for entry in entries:
+        recipe = entry.recipe
+        table.add_row(
+            recipe.model_type, ", ".join(recipe.tasks), ", ".join(recipe.classes), recipe.note, entry.origin
+        )
+    _out.print(table)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Say what this machine has, which mode would be used, and how to get what is missing."""
+    from toolkit.doctor import diagnose
+
+    diagnosis = diagnose()
+    if as_json:
+        _print_json(diagnosis.to_dict())
+        return
+    table = Table("", "what", "detail", "fix")
+    for finding in diagnosis.findings:
+        mark = "[green]✓[/]" if finding.present else "[yellow]–[/]"
+        table.add_row(mark, finding.name, finding.detail, finding.fix)
+    _out.print(table)
+    for device, mode in diagnosis.modes.items():
+        _out.print(f"toolkit.load on {device}: mode {mode}", highlight=False)
+
+
+def main() -> None:
+    """Entry point: run the command, print a ToolkitError on one line, exit with its status."""
+    try:
+        app(standalone_mode=True)
+    except ToolkitError as error:
+        report = getattr(error, "report", None)
+        if report is not None:
+            _err.print(report.table())
+        _err.print(f"[red]error[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        sys.exit(error.exit_status)
+
+
+def _plain(message: str) -> str:
+    """One line, with rich's markup escaped."""
+    return " ".join(message.split()).replace("[", r"\[")

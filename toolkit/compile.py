@@ -1,0 +1,175 @@
+"""The compile boundary. This is the only place that calls torch.compile.
+
+A class declares its entry points with `@supports_torch_compile`; each becomes one whole graph in which the
+number of tokens and of sequences is unknown to the compiler, so no batch shape recompiles it, 0 and 1
+included. What was traced is checked: the embedding lookups must be inside.
+"""
+
+import inspect
+import shutil
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+
+from toolkit.errors import BoundaryError, MissingDependencyError
+
+__all__ = [
+    "CompileContract",
+    "CompiledEntryPoint",
+    "check_boundary",
+    "compile_entry_point",
+    "supports_torch_compile",
+    "why_no_compiler",
+]
+
+_Module = TypeVar("_Module", bound=type[nn.Module])
+_LOOKUPS = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CompileContract:
+    """What a class promises about its compile boundary: entry points, and arguments of free first dimension."""
+
+    entry_points: tuple[str, ...]
+    dynamic_first_dim: frozenset[str]
+
+
+def supports_torch_compile(
+    *, entry_points: tuple[str, ...], dynamic_first_dim: tuple[str, ...]
+) -> Callable[[_Module], _Module]:
+    """Class decorator: declare methods that compile as whole graphs, embedding lookups included.
+
+    An entry point takes tensors only and has a fixed signature: an argument that is None in one call and a
+    tensor in the next would be ignored by a compiled graph. It must take `ids`.
+
+    Args:
+        entry_points: names of methods.
+        dynamic_first_dim: names of their arguments whose first dimension varies between calls.
+
+    Raises:
+        BoundaryError: a method is missing, has a default or variadic argument, or takes no `ids`.
+    """
+
+    def decorate(cls: _Module) -> _Module:
+        for name in entry_points:
+            method = getattr(cls, name, None)
+            if not inspect.isfunction(method):
+                raise BoundaryError(f"{cls.__name__} has no method {name!r} to compile")
+            parameters = list(inspect.signature(method).parameters.values())[1:]
+            for parameter in parameters:
+                plain = parameter.kind is inspect.Parameter.POSITIONAL_OR_KEYWORD
+                if not plain or parameter.default is not inspect.Parameter.empty:
+                    raise BoundaryError(
+                        f"{cls.__name__}.{name}: argument {parameter.name!r} is optional; write a second entry point"
+                    )
+            if "ids" not in {parameter.name for parameter in parameters}:
+                raise BoundaryError(
+                    f"{cls.__name__}.{name} takes no `ids`: the embedding layer is outside of it"
+                )
+        contract = CompileContract(entry_points=entry_points, dynamic_first_dim=frozenset(dynamic_first_dim))
+        cls.compile_contract = contract  # pyright: ignore[reportAttributeAccessIssue]
+        return cls
+
+    return decorate
+
+
+def check_boundary(graph: fx.Graph, model: nn.Module, entry_point: str) -> None:
+    """Check that a traced graph looks up every embedding table of `model`, the token ids' among them.
+
+    Raises:
+        BoundaryError: naming what is outside.
+    """
+    lookups = [node for node in graph.nodes if node.op == "call_function" and node.target in _LOOKUPS]
+    indexed_by = {_root(node.args[0]) for node in lookups}
+    tables = sum(isinstance(module, nn.Embedding) for module in model.modules())
+    where = f"{type(model).__name__}.{entry_point}"
+    if not any("ids" in name for name in indexed_by):
+        raise BoundaryError(f"{where}: no embedding lookup of `ids` inside the compiled graph")
+    if len(lookups) < tables:
+        raise BoundaryError(
+            f"{where}: {len(lookups)} of {tables} embedding tables are looked up inside the graph"
+        )
+
+
+def _root(node: Any) -> str:
+    """Name of the placeholder that an index comes from, through casts and views."""
+    while isinstance(node, fx.Node) and node.op != "placeholder" and node.args:
+        node = node.args[0]
+    return node.name if isinstance(node, fx.Node) else ""
+
+
+class CompiledEntryPoint:
+    """One entry point of a model, compiled as one whole graph on its first call.
+
+    Attributes:
+        graph: what was traced; None before the first call.
+        compilations: how often the compiler ran; more than once is a recompile.
+    """
+
+    def __init__(self, model: nn.Module, name: str, backend: str) -> None:
+        contract: CompileContract = type(model).compile_contract  # pyright: ignore[reportAttributeAccessIssue]
+        self.graph: fx.Graph | None = None
+        self.compilations = 0
+        self._model, self._name, self._backend = model, name, backend
+        method = getattr(type(model), name)
+        names = list(inspect.signature(method).parameters)[1:]
+        self._dynamic = tuple(k for k, n in enumerate(names) if n in contract.dynamic_first_dim)
+        # dynamo keeps one list of compiled variants a code object, with a limit on its length: a copy of the
+        # code object gives every model its own list, however many models a process loads
+        own = types.FunctionType(
+            method.__code__.replace(), method.__globals__, name, method.__defaults__, method.__closure__
+        )
+        self._compiled = torch.compile(types.MethodType(own, model), fullgraph=True, backend=self._compile)
+
+    def _compile(self, module: fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
+        check_boundary(module.graph, self._model, self._name)
+        self.graph = module.graph
+        self.compilations += 1
+        return torch._dynamo.lookup_backend(self._backend)(module, example_inputs)
+
+    def __call__(self, *args: Tensor) -> Tensor:
+        """Run the compiled graph; the first call compiles."""
+        for k in self._dynamic:
+            torch._dynamo.decorators.mark_unbacked(args[k], 0)
+        with torch.inference_mode():
+            return self._compiled(*args)
+
+
+def compile_entry_point(model: nn.Module, name: str, backend: str = "inductor") -> CompiledEntryPoint:
+    """Compile the entry point `name` of a class decorated with `@supports_torch_compile`.
+
+    Args:
+        model: an instance.
+        name: one of the class's declared entry points.
+        backend: a dynamo backend; "inductor", or "eager" to trace and check without generating code.
+
+    Raises:
+        BoundaryError: the class is not decorated, or has no such entry point; on the first call, if the
+            embedding layer is outside the graph.
+        MissingDependencyError: the backend needs a compiler that this machine lacks.
+    """
+    contract = getattr(type(model), "compile_contract", None)
+    if contract is None or name not in contract.entry_points:
+        raise BoundaryError(f"{type(model).__name__}.{name} is not declared with @supports_torch_compile")
+    device = next(model.parameters()).device
+    reason = why_no_compiler(device) if backend == "inductor" else None
+    if reason is not None:
+        raise MissingDependencyError(f"torch.compile cannot run here: {reason}; or use --mode eager")
+    return CompiledEntryPoint(model, name, backend)
+
+
+def why_no_compiler(device: torch.device) -> str | None:
+    """None if inductor can generate code for `device`, else the reason and the fix."""
+    if device.type == "cuda":
+        try:
+            import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            return "Triton is not installed (pip install 'dualgraph-toolkit[gpu]')"
+        return None
+    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
+        return "no C++ compiler was found (apt-get install g++)"
+    return None

@@ -1,0 +1,321 @@
+"""Two graphs over the same weights: one that takes ids, one that takes embeddings.
+
+A captured graph reads fixed addresses and replays fixed launches. So every input lives in a persistent
+buffer of its bucket, every replay writes all of it (the tail beyond the real tokens included), whatever a
+launch bakes in is part of the bucket, and what is returned is a copy. On CUDA the capture is a CUDA graph;
+on the CPU the same class runs the same callable on the same buffers, with the addresses checked.
+
+Shape suffixes: T tokens, S sequences, D hidden size, V vector size.
+"""
+
+import bisect
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from toolkit.batch import EmbedsBatch, PackedBatch
+from toolkit.errors import GraphError
+
+__all__ = ["Bucket", "BucketLadder", "GraphOutput", "GraphPair", "GraphStats"]
+
+
+class GraphOutput(NamedTuple):
+    """Token states [T, D] and vectors [S, V]; a task that has no vectors gives an empty tensor."""
+
+    states: Tensor
+    vectors: Tensor
+
+
+Entry = Callable[..., GraphOutput]
+
+
+@dataclass(frozen=True, order=True, kw_only=True)
+class Bucket:
+    """What a captured graph is made for: at most this many tokens and sequences, none longer than `max_len`."""
+
+    tokens: int
+    sequences: int
+    max_len: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketLadder:
+    """The buckets there can be.
+
+    Attributes:
+        tokens: ascending token counts.
+        longest: length limit of a sequence.
+        tokens_per_sequence: a bucket holds one sequence for so many tokens; if a batch has more, the next,
+            smaller ratio is taken. Ends in 1, so that any batch of non-empty sequences fits.
+    """
+
+    tokens: tuple[int, ...]
+    longest: int
+    tokens_per_sequence: tuple[int, ...] = (16, 4, 1)
+
+    @classmethod
+    def up_to(cls, max_tokens: int, longest: int) -> "BucketLadder":
+        """Two steps an octave from 32 tokens: at most a third of a bucket is tail."""
+        steps = (base << octave for octave in range(max_tokens.bit_length()) for base in (32, 48))
+        tokens = sorted({step for step in steps if step < max_tokens} | {max_tokens})
+        return cls(tokens=tuple(tokens), longest=longest)
+
+    def find(self, tokens: int, sequences: int, max_len: int) -> Bucket | None:
+        """Return the smallest bucket that holds such a batch, or None."""
+        k = bisect.bisect_left(self.tokens, max(tokens, 1))
+        if k == len(self.tokens) or max_len > self.longest:
+            return None
+        size = self.tokens[k]
+        for ratio in self.tokens_per_sequence:
+            if sequences <= self._sequences(size, ratio):
+                return Bucket(
+                    tokens=size, sequences=self._sequences(size, ratio), max_len=self._length(size, max_len)
+                )
+        return None
+
+    def default(self) -> list[Bucket]:
+        """One bucket for each token count, largest first: few sequences, any length."""
+        ratio = self.tokens_per_sequence[0]
+        return [
+            Bucket(tokens=n, sequences=self._sequences(n, ratio), max_len=self._length(n, self.longest))
+            for n in reversed(self.tokens)
+        ]
+
+    @staticmethod
+    def _sequences(tokens: int, ratio: int) -> int:
+        return min(max(tokens // ratio, 8), tokens)
+
+    def _length(self, tokens: int, max_len: int) -> int:
+        """Attention kernels launch per 128 queries: below that nothing is gained. Powers of two above.
+
+        Small buckets have one length only, so that they have one graph.
+        """
+        bound = min(tokens, self.longest)
+        if tokens <= 1024:
+            return bound
+        return min(bound, max(128, 1 << (max_len - 1).bit_length()))
+
+
+@dataclass(kw_only=True)
+class GraphStats:
+    """Counters of a GraphPair."""
+
+    graph_hits: int = 0
+    embeds_graph_hits: int = 0
+    eager_fallbacks: int = 0
+
+
+class _Inputs:
+    """The persistent input buffers of one bucket. All integers share one buffer: one copy writes them all."""
+
+    def __init__(self, bucket: Bucket, device: torch.device) -> None:
+        tokens, sequences = bucket.tokens, bucket.sequences
+        self._sizes = [tokens, tokens, tokens, sequences + 1]
+        pinned = device.type == "cuda"
+        self._host = torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=pinned)
+        self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
+        self.ids, self.positions, self.segments, self.cu_seqlens = self._device.split(self._sizes)
+        self.max_len = torch.tensor([bucket.max_len], dtype=torch.int32)
+        self._copied = torch.cuda.Event() if pinned else None
+
+    def write(self, batch: PackedBatch) -> None:
+        """Write the batch and reset the tail: id, position and segment 0, empty sequences at the end."""
+        if self._copied is not None:
+            self._copied.synchronize()  # the previous copy may still be reading the host buffer
+        *per_token, cu_seqlens = self._host.split(self._sizes)
+        for buffer, values in zip(per_token, (batch.ids, batch.positions, batch.segments), strict=True):
+            buffer[: batch.tokens] = values
+            buffer[batch.tokens :] = 0
+        cu_seqlens[: batch.sequences + 1] = batch.cu_seqlens
+        cu_seqlens[batch.sequences + 1 :] = batch.tokens
+        self._device.copy_(self._host, non_blocking=True)
+        if self._copied is not None:
+            self._copied.record()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return self.ids, self.positions, self.segments, self.cu_seqlens, self.max_len
+
+    def poison(self) -> None:
+        """Fill every buffer with values that must not survive a write (a test and canary aid)."""
+        self._device.fill_(2**31 - 1)
+
+
+class _EmbedsInputs(_Inputs):
+    """Adds the embeddings and their selector. Unselected rows of `embeds` may hold anything, NaN included."""
+
+    def __init__(self, bucket: Bucket, device: torch.device, width: int, dtype: torch.dtype) -> None:
+        super().__init__(bucket, device)
+        self.embeds = torch.zeros(bucket.tokens, width, dtype=dtype, device=device)
+        self.is_embed = torch.zeros(bucket.tokens, dtype=torch.bool, device=device)
+
+    def write(self, batch: PackedBatch) -> None:
+        assert isinstance(batch, EmbedsBatch)
+        super().write(batch)
+        self.embeds[: batch.tokens].copy_(batch.embeds)
+        self.is_embed[: batch.tokens].copy_(batch.is_embed)
+        self.is_embed[batch.tokens :].zero_()
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        return *super().tensors(), self.embeds, self.is_embed
+
+    def poison(self) -> None:
+        super().poison()
+        self.embeds.fill_(float("nan"))
+        self.is_embed.fill_(True)
+
+
+class _CudaReplay:
+    """A CUDA graph of `entry` over the bucket's buffers."""
+
+    def __init__(self, entry: Entry, inputs: _Inputs, pool: object) -> None:
+        self.inputs = inputs
+        args = inputs.tensors()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):  # let compilers, autotuners and libraries allocate before the capture
+            for _ in range(2):
+                entry(*args)
+        torch.cuda.current_stream().wait_stream(stream)
+        self._graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._graph, pool=pool):
+            self._output = entry(*args)
+
+    def replay(self) -> GraphOutput:
+        self._graph.replay()
+        return self._output
+
+
+class _CheckedReplay:
+    """The CPU's stand-in for a captured graph: fixed input addresses, one output buffer that is overwritten."""
+
+    def __init__(self, entry: Entry, inputs: _Inputs) -> None:
+        self.inputs = inputs
+        self._entry = entry
+        self._args = inputs.tensors()
+        self._addresses = [tensor.data_ptr() for tensor in self._args]
+        first = entry(*self._args)
+        self._output = GraphOutput(states=first.states.clone(), vectors=first.vectors.clone())
+
+    def replay(self) -> GraphOutput:
+        if [tensor.data_ptr() for tensor in self.inputs.tensors()] != self._addresses:
+            raise GraphError(
+                "a static input buffer moved since the capture: a replay would read stale memory"
+            )
+        output = self._entry(*self._args)
+        if any(tensor.device != self._args[0].device for tensor in output):
+            raise GraphError("an output left the device during the replay")
+        self._output.states.copy_(output.states)
+        self._output.vectors.copy_(output.vectors)
+        return self._output
+
+
+class GraphPair:
+    """The ids graph and the embeds graph of one model, over a ladder of buckets and one memory pool.
+
+    A bucket is captured on its first use (`warm_up` captures ids buckets ahead); the embeds graph exists only
+    once a batch with embeddings has come. A batch that fits no bucket runs without a graph and is counted.
+
+    Args:
+        run_ids: callable over the five tensors of a PackedBatch.
+        run_embeds: callable over the seven tensors of an EmbedsBatch.
+        ladder: the buckets.
+        width: width of the seam.
+        dtype: dtype of the embeddings.
+        device: where the buffers live.
+    """
+
+    def __init__(
+        self,
+        run_ids: Entry,
+        run_embeds: Entry,
+        *,
+        ladder: BucketLadder,
+        width: int,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.ladder = ladder
+        self.stats = GraphStats()
+        self._run_ids, self._run_embeds = run_ids, run_embeds
+        self._width, self._dtype, self._device = width, dtype, device
+        self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._ids_graphs: dict[Bucket, _CudaReplay | _CheckedReplay] = {}
+        self._embeds_graphs: dict[Bucket, _CudaReplay | _CheckedReplay] = {}
+
+    @property
+    def captured(self) -> dict[str, list[Bucket]]:
+        """Buckets captured so far, by path."""
+        return {"ids": sorted(self._ids_graphs), "embeds": sorted(self._embeds_graphs)}
+
+    def warm_up(self, buckets: list[Bucket] | None = None) -> None:
+        """Capture ids buckets ahead of use, by default one for each token count of the ladder."""
+        with self._on_device():
+            for bucket in buckets if buckets is not None else self.ladder.default():
+                self._ids_graph(bucket)
+
+    def run(self, batch: PackedBatch) -> GraphOutput:
+        """Run a batch through the graph of its kind.
+
+        Returns:
+            States of the batch's T tokens and vectors of its S sequences, in memory of their own.
+        """
+        with torch.inference_mode(), self._on_device():
+            output = self._replay(batch)
+            return GraphOutput(
+                states=output.states[: batch.tokens].clone(),
+                vectors=output.vectors[: batch.sequences].clone(),
+            )
+
+    def vectors(self, batch: PackedBatch) -> Tensor:
+        """Like `run`, vectors only: [S, V] in memory of their own."""
+        with torch.inference_mode(), self._on_device():
+            return self._replay(batch).vectors[: batch.sequences].clone()
+
+    def _on_device(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+
+    def _replay(self, batch: PackedBatch) -> GraphOutput:
+        """Static outputs of the batch's bucket, valid until the next replay; rows beyond the batch's are garbage."""
+        bucket = self.ladder.find(batch.tokens, batch.sequences, int(batch.max_len))
+        mixed = isinstance(batch, EmbedsBatch)
+        if bucket is None:
+            self.stats.eager_fallbacks += 1
+            return (self._run_embeds if mixed else self._run_ids)(*batch.to(self._device).args())
+        graph = self._embeds_graph(bucket) if mixed else self._ids_graph(bucket)
+        if mixed:
+            self.stats.embeds_graph_hits += 1
+        else:
+            self.stats.graph_hits += 1
+        graph.inputs.write(batch)
+        return graph.replay()
+
+    def poison(self) -> None:
+        """Overwrite every static input with garbage; a following `run` must not notice."""
+        with torch.inference_mode():
+            for graph in (*self._ids_graphs.values(), *self._embeds_graphs.values()):
+                graph.inputs.poison()
+
+    def drop(self, path: str) -> None:
+        """Forget the captured graphs of a path ("ids" or "embeds"); they are captured anew on use."""
+        {"ids": self._ids_graphs, "embeds": self._embeds_graphs}[path].clear()
+
+    def _ids_graph(self, bucket: Bucket) -> "_CudaReplay | _CheckedReplay":
+        if bucket not in self._ids_graphs:
+            self._ids_graphs[bucket] = self._capture(self._run_ids, _Inputs(bucket, self._device))
+        return self._ids_graphs[bucket]
+
+    def _embeds_graph(self, bucket: Bucket) -> "_CudaReplay | _CheckedReplay":
+        if bucket not in self._embeds_graphs:
+            inputs = _EmbedsInputs(bucket, self._device, self._width, self._dtype)
+            self._embeds_graphs[bucket] = self._capture(self._run_embeds, inputs)
+        return self._embeds_graphs[bucket]
+
+    def _capture(self, entry: Entry, inputs: _Inputs) -> "_CudaReplay | _CheckedReplay":
+        with torch.inference_mode():
+            if self._device.type == "cuda":
+                return _CudaReplay(entry, inputs, self._pool)
+            return _CheckedReplay(entry, inputs)

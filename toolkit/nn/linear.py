@@ -1,0 +1,96 @@
+"""Linear layers: fused outputs, a fused activation, and weights packed once for the CPU's matrix kernels.
+
+Shape suffixes: T tokens, I input features, O output features.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.spec import Activation
+
+__all__ = ["ActivatedLinear", "FusedLinear", "PackedLinear", "apply_activation", "can_pack", "pack_linears"]
+
+
+def apply_activation(x: Tensor, activation: Activation) -> Tensor:
+    """Apply an activation by name; `gelu` is the exact form, `gelu_tanh` the tanh approximation."""
+    match activation:
+        case "gelu":
+            return F.gelu(x)
+        case "gelu_tanh":
+            return F.gelu(x, approximate="tanh")
+        case "relu":
+            return F.relu(x)
+        case "silu":
+            return F.silu(x)
+        case "tanh":
+            return torch.tanh(x)
+
+
+class FusedLinear(nn.Linear):
+    """One linear layer in the place of several over the same input; `parts` are their output sizes."""
+
+    def __init__(self, in_features: int, parts: tuple[int, ...], bias: bool) -> None:
+        super().__init__(in_features, sum(parts), bias)
+        self.parts = parts
+
+
+class ActivatedLinear(nn.Linear):
+    """A linear layer followed by an activation."""
+
+    def __init__(self, in_features: int, out_features: int, bias: bool, activation: Activation) -> None:
+        super().__init__(in_features, out_features, bias)
+        self.activation: Activation = activation
+
+    def forward(self, input: Tensor) -> Tensor:
+        """[T, I] → [T, O]."""
+        return apply_activation(super().forward(input), self.activation)
+
+
+@torch.library.custom_op("toolkit::packed_linear", mutates_args=())
+def packed_linear(x_TI: Tensor, weight: Tensor, bias_O: Tensor, gelu: bool) -> Tensor:
+    """Matrix product with a weight in oneDNN's own blocked layout, bias and optionally exact gelu in one kernel.
+
+    The packed weight is opaque to tracing, hence an op of our own with a fake implementation: the compiler
+    sees one node. On CPUs with AVX-512 oneDNN's kernels run at more than twice the rate of `F.linear`.
+    """
+    post, algorithm = ("gelu", "none") if gelu else ("none", "")
+    return torch.ops.mkldnn._linear_pointwise(x_TI, weight, bias_O, post, [], algorithm)
+
+
+@packed_linear.register_fake
+def _(x_TI: Tensor, weight: Tensor, bias_O: Tensor, gelu: bool) -> Tensor:
+    return x_TI.new_empty(x_TI.shape[0], bias_O.shape[0])
+
+
+class PackedLinear(nn.Module):
+    """A linear layer whose weight was repacked for oneDNN; exact gelu is fused, other activations follow."""
+
+    def __init__(self, source: nn.Linear) -> None:
+        super().__init__()
+        bias = source.bias if source.bias is not None else source.weight.new_zeros(source.out_features)
+        activation: Activation | None = source.activation if isinstance(source, ActivatedLinear) else None
+        self.gelu = activation == "gelu"
+        self.activation: Activation | None = None if self.gelu else activation
+        self.register_buffer("bias", bias.detach(), persistent=False)
+        packed = torch.ops.mkldnn._reorder_linear_weight(source.weight.detach().contiguous())
+        self.register_buffer("weight", packed, persistent=False)
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        """[T, I] float32 → [T, O] float32."""
+        y_TO = packed_linear(x_TI, self.weight, self.bias, self.gelu)
+        return y_TO if self.activation is None else apply_activation(y_TO, self.activation)
+
+
+def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether `pack_linears` applies: float32 on a CPU build of torch that carries oneDNN."""
+    return device.type == "cpu" and dtype == torch.float32 and torch.backends.mkldnn.is_available()
+
+
+def pack_linears(module: nn.Module) -> None:
+    """Replace every linear layer below `module` by its packed form, in place; for inference only."""
+    for name, child in list(module.named_children()):
+        if isinstance(child, nn.Linear):
+            setattr(module, name, PackedLinear(child))
+        else:
+            pack_linears(child)

@@ -1,0 +1,283 @@
+"""Compare a converted folder with the reference libraries on its source checkpoint.
+
+Every case runs in every mode that the device has, on each input path, alone and in company. The tokenizer is
+compared first, id by id, so that a difference there is not mistaken for drift.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from toolkit.artifact import Artifact
+from toolkit.compile import why_no_compiler
+from toolkit.errors import CheckpointError, InputError
+from toolkit.inputs import MixedPrompt, PromptEmbeds, RowInput, TokenIds
+from toolkit.parity.references import SentenceTransformersReference, TransformersReference
+from toolkit.parity.report import Cell, ParityReport
+from toolkit.parity.rule import TOLERANCES, bound, max_abs
+from toolkit.runner import MODES, Runner, load, resolve_device
+
+__all__ = ["verify", "verify_folder"]
+
+_SENTENCES = (
+    "",
+    "a",
+    "Hello world",
+    "The quick brown fox jumps over the lazy dog.",
+    "  spaces   between,\tand\nlines  ",
+    "UPPER lower MiXeD",
+    "naïve café — Grüße, 東京 и Москва 🙂",
+    "literal [SEP] and [PAD] and <s> inside",
+    "numbers 1234567890, 3.14159, 0x7f",
+    "A sentence embedding maps a text to a point, so that texts of similar meaning lie close together.",
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Case:
+    """One sequence: what we are given, and the embeddings that mean the same to the reference."""
+
+    name: str
+    given: RowInput
+    embeds: Tensor
+    segments: list[int]
+
+
+def verify(
+    out: str | Path,
+    source: str | Path | None = None,
+    *,
+    device: str = "auto",
+    modes: Sequence[str] | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> ParityReport:
+    """Compare an artifact with the reference libraries, and store the report in it.
+
+    Args:
+        out: the converted folder.
+        source: the checkpoint; by default what the artifact was converted from.
+        device: where both run.
+        modes: which modes to compare; by default all that the device has.
+        on_stage: called with a line of text whenever a stage begins.
+
+    Raises:
+        CheckpointError: the source is not there, or is not what the artifact was converted from.
+        MissingDependencyError: sentence-transformers is not installed.
+    """
+    artifact = Artifact.open(out)
+    checkpoint = _find_source(artifact, source)
+    report = verify_folder(artifact.folder, checkpoint, device=device, modes=modes, on_stage=on_stage)
+    report.write(artifact.folder)
+    return report
+
+
+def _find_source(artifact: Artifact, source: str | Path | None) -> Path:
+    from toolkit.checkpoint import open_checkpoint
+
+    recorded = artifact.manifest.source
+    name = str(source) if source is not None else recorded["name"]
+    try:
+        checkpoint = open_checkpoint(name, recorded["revision"] if source is None else None)
+    except CheckpointError as error:
+        raise CheckpointError(
+            f"the source of this artifact is not there ({error}); name it with --source"
+        ) from None
+    if checkpoint.sha256() != recorded["sha256"]:
+        raise CheckpointError(
+            f"{name} is not what the artifact was converted from: its files have other digests"
+        )
+    return checkpoint.root
+
+
+def verify_folder(
+    folder: Path,
+    checkpoint: Path,
+    *,
+    device: str = "auto",
+    modes: Sequence[str] | None = None,
+    on_stage: Callable[[str], None] = lambda stage: None,
+) -> ParityReport:
+    """Like `verify`, for a checkpoint folder that is at hand; nothing is written."""
+    where = resolve_device(device)
+    artifact = Artifact.open(folder)
+    dtype = artifact.dtype
+    chosen, notes = _choose_modes(modes, where)
+    on_stage("loading the references")
+    exact = TransformersReference(checkpoint, torch.float64, torch.device("cpu"))
+    same = TransformersReference(checkpoint, dtype, where)
+    cases = {path: _cases(artifact, exact, path) for path in ("ids", "embeds", "mixed")}
+    on_stage("running transformers on the cases")
+    expected = {path: [exact.states(c.embeds, c.segments) for c in cases[path]] for path in cases}
+    actual = {path: [same.states(c.embeds, c.segments) for c in cases[path]] for path in cases}
+    every = [state for path in cases for state in expected[path]]
+    states_error = max_abs([state for path in cases for state in actual[path]], every)[0]
+    states_bound = bound(dtype, states_error, every)
+
+    on_stage("running sentence-transformers on the texts")
+    texts = _TextReference(artifact, checkpoint, where)
+
+    cells: list[Cell] = []
+    different: list[str] = []
+    for mode in chosen:
+        on_stage(f"checking mode {mode}" + (" (compiles first)" if mode != "eager" else ""))
+        runner = load(folder, device=str(where), mode=mode)
+        if mode == chosen[0]:
+            different = texts.tokenizer_differences(runner)
+        for path, members in cases.items():
+            for company in ("alone", "batched", "shuffled"):
+                ours = _in_company(runner.token_states, [case.given for case in members], company)
+                error, worst = max_abs(ours, expected[path])
+                cells.append(
+                    Cell(
+                        mode=mode,
+                        path=path,
+                        company=company,
+                        quantity="token states",
+                        cases=len(members),
+                        error=error,
+                        reference_error=states_error,
+                        bound=states_bound,
+                        worst=members[worst].name,
+                    )
+                )
+        cells += texts.compare(runner, mode)
+    return ParityReport(
+        source=artifact.manifest.source["name"],
+        device=str(where),
+        dtype=artifact.manifest.dtype,
+        rule=f"error ≤ {TOLERANCES[dtype].factor} × reference's + {TOLERANCES[dtype].floor_ulps} ulp",
+        cells=tuple(cells),
+        tokenizer=tuple(different),
+        texts=len(texts.texts),
+        notes=notes,
+        versions=artifact.manifest.versions,
+    )
+
+
+def _choose_modes(modes: Sequence[str] | None, device: torch.device) -> tuple[list[str], tuple[str, ...]]:
+    unknown = sorted(set(modes or ()) - set(MODES))
+    if unknown:
+        raise InputError(f"mode {unknown[0]!r} is unknown; use {', '.join(MODES)}")
+    if modes:
+        return list(modes), ()
+    reason = why_no_compiler(device)
+    if reason is not None:
+        return ["eager"], (f"modes compile and graph were not checked: {reason}",)
+    return list(MODES), ()
+
+
+def _lengths(limit: int) -> list[int]:
+    """1, 2, limit - 1, limit, and a spread between them."""
+    spread = {max(1, round(limit * share)) for share in (0.02, 0.05, 0.1, 0.25, 0.6)}
+    return sorted(({1, 2, limit - 1, limit} | spread) - {0})
+
+
+def _cases(artifact: Artifact, exact: TransformersReference, path: str) -> list[_Case]:
+    """Random ids, segments and embeddings from a fixed seed, for every length."""
+    spec, draw = artifact.manifest.spec, random.Random(path)
+    noise = torch.Generator().manual_seed(draw.randrange(2**31))
+    cases: list[_Case] = []
+    for length in _lengths(spec.usable_length):
+        ids = [draw.randrange(spec.embedding.vocab_size) for _ in range(length)]
+        segments = [draw.randrange(max(spec.embedding.segments, 1)) for _ in range(length)]
+        rows = exact.table(ids)
+        jitter = torch.randn(rows.shape, generator=noise, dtype=rows.dtype) * rows.std()
+        free = (rows + 0.5 * jitter).to(artifact.dtype)  # what the caller passes, exactly representable
+        if path == "ids":
+            given, embeds = TokenIds(ids, segments), rows
+        elif path == "embeds":
+            given, embeds = PromptEmbeds(free, segments), free.double()
+        else:
+            a, b = sorted(draw.sample(range(length + 1), 2)) if length > 1 else (0, 1)
+            parts: list[TokenIds | PromptEmbeds] = []
+            if a > 0:
+                parts.append(TokenIds(ids[:a], segments[:a]))
+            parts.append(PromptEmbeds(free[a:b], segments[a:b]))
+            if b < length:
+                parts.append(TokenIds(ids[b:], segments[b:]))
+            given, embeds = MixedPrompt(parts), torch.cat([rows[:a], free[a:b].double(), rows[b:]])
+        cases.append(_Case(name=f"{length} tokens", given=given, embeds=embeds, segments=segments))
+    return cases
+
+
+def _in_company(
+    run: Callable[[list[RowInput]], list[Tensor]], inputs: list[RowInput], company: str
+) -> list[Tensor]:
+    """Run inputs one by one, together, or together in another order; results come in the given order."""
+    if company == "alone":
+        return [run([item])[0] for item in inputs]
+    order = list(range(len(inputs)))
+    if company == "shuffled":
+        random.Random(1).shuffle(order)
+    results = run([inputs[k] for k in order])
+    return [results[order.index(k)] for k in range(len(inputs))]
+
+
+class _TextReference:
+    """Texts, and what sentence-transformers makes of them, exactly and in the artifact's dtype."""
+
+    def __init__(self, artifact: Artifact, checkpoint: Path, device: torch.device) -> None:
+        manifest = artifact.manifest
+        self._exact = SentenceTransformersReference(checkpoint, torch.float64, torch.device("cpu"))
+        same = SentenceTransformersReference(checkpoint, artifact.dtype, device)
+        for reference in (self._exact, same):
+            reference.limit_length(manifest.tokenizer.limit)
+        limit = manifest.tokenizer.limit
+        long = ("one two three " * limit).split()
+        overlong = [" ".join(long[:n]) for n in (limit - 3, limit - 2, limit - 1, limit, 3 * limit) if n > 0]
+        prompt = manifest.pipeline.prompt(None, None)
+        self.texts = [(text, prompt) for text in (*_SENTENCES, *overlong)]
+        self.texts += [(_SENTENCES[3], p) for p in manifest.pipeline.prompts.values() if p]
+        # A tokenizer without special tokens makes nothing of some texts, and the reference fails on them.
+        self.texts = [(t, p) for t, p in self.texts if t or p or self._has_special_tokens()]
+        self._expected = [self._exact.vector(text, prompt) for text, prompt in self.texts]
+        self._error = max_abs([same.vector(text, prompt) for text, prompt in self.texts], self._expected)[0]
+        self._bound = bound(artifact.dtype, self._error, self._expected)
+
+    def _has_special_tokens(self) -> bool:
+        return len(self._exact.ids("a", "")) > 1
+
+    def tokenizer_differences(self, runner: Runner) -> list[str]:
+        """Texts for which our ids or segment ids differ, with the first difference."""
+        found: list[str] = []
+        for text, prompt in self.texts:
+            row = runner.rows(text, prompt)[0]
+            ours = list(zip(row.ids.tolist(), row.segments.tolist(), strict=True))
+            theirs = list(zip(self._exact.ids(text, prompt), self._exact.segments(text, prompt), strict=True))
+            if ours != theirs:
+                found.append(
+                    f"{text[:40]!r}: {len(ours)} ids {ours[:6]}, expected {len(theirs)} ids {theirs[:6]}"
+                )
+        return found
+
+    def compare(self, runner: Runner, mode: str) -> list[Cell]:
+        """Vectors of all texts, alone and batched."""
+        cells: list[Cell] = []
+        prompts = sorted({prompt for _, prompt in self.texts})
+        for company in ("alone", "batched", "shuffled"):
+            ours: list[Tensor] = [torch.empty(0)] * len(self.texts)
+            for prompt in prompts:
+                members = [k for k, (_, p) in enumerate(self.texts) if p == prompt]
+                run = lambda texts, prompt=prompt: list(runner.embed(texts, prompt=prompt))  # noqa: E731
+                vectors = _in_company(run, [self.texts[k][0] for k in members], company)  # type: ignore[arg-type]
+                for k, vector in zip(members, vectors, strict=True):
+                    ours[k] = vector
+            error, worst = max_abs(ours, self._expected)
+            cells.append(
+                Cell(
+                    mode=mode,
+                    path="text",
+                    company=company,
+                    quantity="vectors",
+                    cases=len(self.texts),
+                    error=error,
+                    reference_error=self._error,
+                    bound=self._bound,
+                    worst=repr(self.texts[worst][0][:40]),
+                )
+            )
+        return cells

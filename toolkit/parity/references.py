@@ -1,0 +1,108 @@
+"""The reference models, loaded from the source checkpoint; each case runs alone and unpadded."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.errors import MissingDependencyError, ParityError
+
+__all__ = ["SentenceTransformersReference", "TransformersReference"]
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Loading a reference must not draw progress bars and load reports over ours."""
+    from transformers.utils import logging
+
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+class TransformersReference:
+    """transformers' own model with its eager attention, in one dtype."""
+
+    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModel
+
+        with _quiet():
+            self._model: Any = AutoModel.from_pretrained(
+                str(root),
+                dtype=dtype,
+                attn_implementation="eager",
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+        self._model.to(device).eval()
+        self._device, self._dtype = device, dtype
+
+    def table(self, ids: Sequence[int]) -> Tensor:
+        """The model's own embedding of token ids: [tokens, width]."""
+        with torch.inference_mode():
+            return self._model.get_input_embeddings()(torch.tensor(ids, device=self._device))
+
+    def states(self, embeds: Tensor, segments: Sequence[int]) -> Tensor:
+        """Token states of one sequence given as embeddings [tokens, width]: [tokens, hidden], on the CPU."""
+        with torch.inference_mode():
+            output = self._model(
+                inputs_embeds=embeds.to(self._device, self._dtype)[None],
+                token_type_ids=torch.tensor([list(segments)], device=self._device),
+            )
+        return output.last_hidden_state[0].cpu()
+
+
+class SentenceTransformersReference:
+    """`SentenceTransformer` on the source checkpoint, in one dtype, one text at a time."""
+
+    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device) -> None:
+        if find_spec("sentence_transformers") is None:
+            raise MissingDependencyError(
+                "parity needs sentence-transformers: pip install 'dualgraph-toolkit[reference]', or pass --no-verify"
+            )
+        from sentence_transformers import SentenceTransformer
+
+        with _quiet():
+            self._model: Any = SentenceTransformer(
+                str(root),
+                device=str(device),
+                model_kwargs={"dtype": dtype, "attn_implementation": "eager"},
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+
+    def limit_length(self, limit: int) -> None:
+        """Use our length limit, where the checkpoint's exceeds what the model can take."""
+        self._model.max_seq_length = limit
+
+    def ids(self, text: str, prompt: str) -> list[int]:
+        """The token ids that `encode` would feed."""
+        return self._features(text, prompt)["input_ids"][0].tolist()
+
+    def segments(self, text: str, prompt: str) -> list[int]:
+        """The segment ids that `encode` would feed; zeros if there are none."""
+        features = self._features(text, prompt)
+        types = features.get("token_type_ids")
+        return types[0].tolist() if types is not None else [0] * features["input_ids"].shape[1]
+
+    def vector(self, text: str, prompt: str) -> Tensor:
+        """`encode` of one text: [dim], on the CPU."""
+        return self._model.encode([text], prompt=prompt, convert_to_tensor=True, show_progress_bar=False)[
+            0
+        ].cpu()
+
+    def _features(self, text: str, prompt: str) -> dict[str, Tensor]:
+        features = self._model.preprocess([text], prompt=prompt)
+        if features["input_ids"].shape[0] != 1:
+            raise ParityError("sentence-transformers flattened a batch of one text: cannot compare token ids")
+        return features

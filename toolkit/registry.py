@@ -1,0 +1,90 @@
+"""Which recipe answers to a `model_type`: built in, from an entry point, or from a file the user names."""
+
+import hashlib
+import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+from pathlib import Path
+from types import ModuleType
+
+from toolkit.errors import UnsupportedError
+from toolkit.recipe import Recipe
+
+__all__ = ["RegisteredRecipe", "all_recipes", "find_recipe"]
+
+ENTRY_POINT_GROUP = "toolkit.recipes"
+
+
+@dataclass(frozen=True, kw_only=True)
+class RegisteredRecipe:
+    """A recipe, where it was found, and the sha256 of the file that defines it."""
+
+    recipe: Recipe
+    origin: str
+    digest: str
+
+
+def all_recipes() -> list[RegisteredRecipe]:
+    """Built-in recipes and those of installed packages (entry point group `toolkit.recipes`), by model_type.
+
+    Raises:
+        UnsupportedError: two of them answer to the same model_type.
+    """
+    found: dict[str, RegisteredRecipe] = {}
+    for module, origin in _modules():
+        for entry in _recipes_of(module, origin):
+            other = found.setdefault(entry.recipe.model_type, entry)
+            if other is not entry:
+                raise UnsupportedError(
+                    f"model_type {entry.recipe.model_type!r} is claimed by {other.origin} and {origin}: uninstall one"
+                )
+    return [found[name] for name in sorted(found)]
+
+
+def find_recipe(model_type: str, file: str | None = None) -> RegisteredRecipe:
+    """Return the recipe for `model_type`; `file`, if given, is a Python file of the user's and is executed.
+
+    Raises:
+        UnsupportedError: no recipe answers to it.
+    """
+    candidates = _from_file(file) if file is not None else all_recipes()
+    for entry in candidates:
+        if entry.recipe.model_type == model_type:
+            return entry
+    known = ", ".join(entry.recipe.model_type for entry in candidates)
+    where = file or "toolkit"
+    raise UnsupportedError(
+        f"config.json: model_type = {model_type!r} is not supported; {where} has recipes for: {known}. "
+        "docs/adding-an-architecture.md shows how to write one and pass it with --recipe FILE"
+    )
+
+
+def _modules() -> Iterator[tuple[ModuleType, str]]:
+    package = importlib.import_module("toolkit.recipes")
+    for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
+        yield importlib.import_module(f"toolkit.recipes.{info.name}"), "built in"
+    for point in entry_points(group=ENTRY_POINT_GROUP):
+        yield point.load(), f"package {point.dist.name if point.dist else point.value}"
+
+
+def _from_file(file: str) -> list[RegisteredRecipe]:
+    path = Path(file)
+    if not path.is_file():
+        raise UnsupportedError(f"--recipe {file}: no such file")
+    spec = importlib.util.spec_from_file_location(f"toolkit_user_recipe_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise UnsupportedError(f"--recipe {file}: not a Python file")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return _recipes_of(module, str(path))
+
+
+def _recipes_of(module: ModuleType, origin: str) -> list[RegisteredRecipe]:
+    recipes = getattr(module, "RECIPES", None) or (getattr(module, "RECIPE", None),)
+    if not module.__file__ or not all(isinstance(recipe, Recipe) for recipe in recipes):
+        raise UnsupportedError(f"{origin}: {module.__name__} defines no RECIPE of type toolkit.recipe.Recipe")
+    digest = hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
+    return [RegisteredRecipe(recipe=recipe, origin=origin, digest=digest) for recipe in recipes]

@@ -1,0 +1,267 @@
+"""Weights move by rules, and the rules are data: rename, fuse, drop. Every stored tensor is accounted for.
+
+`{i}` in a pattern stands for a layer number and `{p}` for `weight` or `bias`; `{*}` (in drops only) for any
+rest of a name. One shared loop applies the rules: each source tensor matches exactly one, each parameter of
+the module is filled exactly once, and the audit of both goes into the artifact.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+
+from toolkit.checkpoint import TensorSet
+from toolkit.errors import CheckpointError
+
+__all__ = ["AuditEntry", "LoadedWeights", "Rule", "drop", "fuse", "load_weights", "rename"]
+
+PartShapes = tuple[tuple[int, ...], ...]
+
+WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
+
+_HOLES = {"{i}": r"(?P<i>\d+)", "{p}": r"(?P<p>weight|bias)", "{*}": r".+"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rule:
+    """One line of a recipe. `target` is None for a drop; `part` sources are concatenated along dim 0.
+
+    `outside` marks tensors beside the base model (heads): their names never carry the base model's prefix.
+    """
+
+    target: str | None
+    sources: tuple[str, ...]
+    why: str
+    outside: bool = False
+
+    def match(self, name: str) -> tuple[int, dict[str, str]] | None:
+        """Return which source of this rule `name` is, and what the holes stand for."""
+        for part, source in enumerate(self.sources):
+            found = _pattern(source).fullmatch(name)
+            if found is not None:
+                return part, found.groupdict()
+        return None
+
+
+def _pattern(source: str) -> re.Pattern[str]:
+    pieces = re.split(r"(\{[ip*]\})", source)
+    return re.compile("".join(_HOLES.get(piece) or re.escape(piece) for piece in pieces))
+
+
+def rename(target: str, source: str) -> Rule:
+    """One stored tensor becomes one parameter."""
+    return Rule(target=target, sources=(source,), why="")
+
+
+def fuse(target: str, *sources: str) -> Rule:
+    """Several stored tensors become one parameter, concatenated along dim 0 in this order."""
+    return Rule(target=target, sources=sources, why="")
+
+
+def drop(source: str, *, why: str, outside: bool = False) -> Rule:
+    """A stored tensor is left out on purpose; `why` goes into the audit."""
+    return Rule(target=None, sources=(source,), why=why, outside=outside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditEntry:
+    """What became of one stored tensor."""
+
+    source: str
+    shape: tuple[int, ...]
+    dtype: str
+    action: Literal["loaded", "fused", "dropped"]
+    target: str | None
+    why: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dict, for JSON."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoadedWeights:
+    """The module's state dict, complete, and the audit of every source tensor."""
+
+    state: dict[str, torch.Tensor]
+    audit: tuple[AuditEntry, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Placed:
+    """A stored name, the rule that takes it, its place among the rule's sources, and the concrete target."""
+
+    stored: str
+    rule: Rule
+    part: int
+    target: str | None
+    why: str
+
+
+def load_weights(
+    tensors: TensorSet,
+    *,
+    rules: tuple[Rule, ...],
+    prefixes: tuple[str, ...],
+    legacy_names: Mapping[str, str],
+    expected: Mapping[str, PartShapes],
+    dtype: torch.dtype,
+) -> LoadedWeights:
+    """Apply the rules to every stored tensor.
+
+    Args:
+        tensors: the checkpoint's tensors.
+        rules: the recipe's rules; names in them are those of the bare base model.
+        prefixes: prefixes that the base model's names may carry, tried together with none.
+        legacy_names: old → new endings of names.
+        expected: every parameter of the module and the shapes of its parts, in order (one part if it is not
+            fused); all of them must be filled.
+        dtype: the dtype that floating point tensors are cast to.
+
+    Raises:
+        CheckpointError: a tensor is missing, extra, misshapen, ambiguous, or does not fit `dtype`.
+    """
+    placed = _place_all(tensors, rules, prefixes, legacy_names, expected)
+    by_target: dict[str, dict[int, _Placed]] = {}
+    for item in placed:
+        if item.target is not None:
+            other = by_target.setdefault(item.target, {}).setdefault(item.part, item)
+            if other is not item:
+                raise CheckpointError(
+                    f"tensors {other.stored!r} and {item.stored!r} are the same parameter: remove one"
+                )
+    state = {
+        target: _assemble(tensors, parts, expected[target], dtype) for target, parts in by_target.items()
+    }
+    return LoadedWeights(state=state, audit=tuple(_audit(tensors, item) for item in placed))
+
+
+def _place_all(
+    tensors: TensorSet,
+    rules: tuple[Rule, ...],
+    prefixes: tuple[str, ...],
+    legacy_names: Mapping[str, str],
+    expected: Mapping[str, PartShapes],
+) -> list[_Placed]:
+    """Find the one reading of the stored names under which every parameter has its tensors."""
+    names = sorted(tensors.info)
+    wrapper = next((w for w in WRAPPERS if names and all(n.startswith(w) for n in names)), "")
+    readings = [_read_names(names, wrapper, prefix, rules, legacy_names) for prefix in ("", *prefixes)]
+    missing = [_missing(reading, rules, expected) for reading in readings]
+    complete = [reading for reading, gaps in zip(readings, missing, strict=True) if not gaps]
+    if len(complete) > 1:
+        raise CheckpointError(
+            f"the base model is stored twice, under the prefixes {('', *prefixes)}: remove one copy"
+        )
+    if not complete:
+        gaps = min(missing, key=len)
+        shown = ", ".join(repr(name) for name in gaps[:3]) + (
+            f" and {len(gaps) - 3} more" if len(gaps) > 3 else ""
+        )
+        raise CheckpointError(
+            f"missing tensor: {shown}; the checkpoint is incomplete or of another architecture"
+        )
+    placed = complete[0]
+    unknown = sorted(set(names) - {item.stored for item in placed})
+    if unknown:
+        shown = ", ".join(repr(name) for name in unknown[:3])
+        raise CheckpointError(
+            f"unexpected tensor: {shown} ({len(unknown)} in all); no rule of this architecture takes it"
+        )
+    for item in placed:
+        if item.target is not None and item.target not in expected:
+            raise CheckpointError(
+                f"unexpected tensor: {item.stored!r}; config.json describes no {item.target!r}"
+            )
+    return placed
+
+
+def _read_names(
+    names: Iterable[str], wrapper: str, prefix: str, rules: tuple[Rule, ...], legacy_names: Mapping[str, str]
+) -> list[_Placed]:
+    """Place every name that fits, if the base model's names start with `prefix`."""
+    placed: list[_Placed] = []
+    for stored in names:
+        name = stored.removeprefix(wrapper)
+        inner, why = name.removeprefix(prefix), ""
+        for old, new in legacy_names.items():
+            if inner == old or inner.endswith("." + old):
+                inner, why = inner.removesuffix(old) + new, f"legacy name {old}"
+        hits: list[_Placed] = []
+        for rule in rules:
+            if not rule.outside and not name.startswith(prefix):
+                continue
+            found = rule.match(name if rule.outside else inner)
+            if found is not None:
+                target = _fill(rule.target, found[1]) if rule.target else None
+                hits.append(
+                    _Placed(stored=stored, rule=rule, part=found[0], target=target, why=rule.why or why)
+                )
+        if len(hits) > 1:
+            raise CheckpointError(
+                f"tensor {stored!r} matches {len(hits)} rules of the recipe, must be exactly one"
+            )
+        placed += hits
+    return placed
+
+
+def _fill(target: str, holes: Mapping[str, str]) -> str:
+    for hole, value in holes.items():
+        target = target.replace("{" + hole + "}", value)
+    return target
+
+
+def _missing(placed: list[_Placed], rules: tuple[Rule, ...], expected: Mapping[str, PartShapes]) -> list[str]:
+    """Source names that the expected parameters need and `placed` does not have."""
+    have = {(item.target, item.part) for item in placed}
+    gaps: list[str] = []
+    for target in expected:
+        for rule in rules:
+            found = _pattern(rule.target).fullmatch(target) if rule.target else None
+            if found is not None:
+                sources = [_fill(source, found.groupdict()) for source in rule.sources]
+                gaps += [source for part, source in enumerate(sources) if (target, part) not in have]
+                break
+        else:
+            raise AssertionError(f"no rule of the recipe fills the parameter {target!r}")
+    return gaps
+
+
+def _assemble(
+    tensors: TensorSet, parts: Mapping[int, _Placed], shapes: PartShapes, dtype: torch.dtype
+) -> torch.Tensor:
+    """Read, check, concatenate and cast the tensors of one parameter."""
+    stored = [tensors.info[parts[k].stored] for k in sorted(parts)]
+    for info, shape in zip(stored, shapes, strict=True):
+        if info.shape != shape:
+            raise CheckpointError(
+                f"tensor {info.name!r} has shape {info.shape}, config.json asks for {shape}"
+            )
+        if not info.dtype.is_floating_point:
+            raise CheckpointError(f"tensor {info.name!r} has dtype {info.dtype}, expected floating point")
+    pieces = [tensors.read(info.name) for info in stored]
+    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
+    for info, piece in zip(stored, pieces, strict=True):
+        if not torch.isfinite(piece).all():
+            raise CheckpointError(f"tensor {info.name!r} holds NaN or infinite values")
+    cast = whole.to(dtype).contiguous()
+    if not torch.isfinite(cast).all():
+        raise CheckpointError(
+            f"tensor {stored[0].name!r} exceeds the range of {dtype}; convert with --dtype float32"
+        )
+    return cast
+
+
+def _audit(tensors: TensorSet, item: _Placed) -> AuditEntry:
+    info = tensors.info[item.stored]
+    action = "dropped" if item.target is None else "fused" if len(item.rule.sources) > 1 else "loaded"
+    return AuditEntry(
+        source=item.stored,
+        shape=info.shape,
+        dtype=str(info.dtype).removeprefix("torch."),
+        action=action,
+        target=item.target,
+        why=item.why,
+    )
