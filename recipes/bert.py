@@ -14,9 +14,7 @@ def spec(config: ConfigReader) -> EncoderSpec:
     hidden = config.integer("hidden_size", 768)
     heads = config.integer("num_attention_heads", 12)
     if hidden % heads:
-        raise CheckpointError(
-            f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}"
-        )
+        raise CheckpointError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
     positions = config.integer("max_position_embeddings", 512)
     norm = NormSpec(eps=config.positive("layer_norm_eps", 1e-12))
     head_dim = hidden // heads
@@ -72,12 +70,13 @@ RECIPE = Recipe(
         drop("pooler.dense.{p}", why="the vectors are pooled from token states, not by BERT's pooler"),
         drop("cls.{*}", why="the pre-training heads do not take part in embeddings", outside=True),
     ),
+    # Dropout is off at inference; pad tokens never reach a packed batch, and BERT's positions ignore them; the
+    # pooler's sizes in checkpoints that Google released describe what is dropped above.
     irrelevant=frozenset(
-        # Dropout is off at inference; pad tokens never reach a packed batch, and BERT's positions ignore them.
-        ["hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "pad_token_id"]
-        # Sizes of the pooler in checkpoints that Google released; it is not used.
-        + ["directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers"]
-        + ["pooler_size_per_head", "pooler_type"]
+        """
+        hidden_dropout_prob attention_probs_dropout_prob classifier_dropout pad_token_id directionality
+        pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
+        """.split()
     ),
     tiny={
         "model_type": "bert",

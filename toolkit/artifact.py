@@ -100,9 +100,7 @@ class Artifact:
         """
         folder = Path(folder)
         if not (folder / MANIFEST).is_file():
-            raise ArtifactError(
-                f"{folder} is no converted folder: {MANIFEST} is missing (run toolkit convert)"
-            )
+            raise ArtifactError(f"{folder} is no converted folder: {MANIFEST} is missing (run toolkit convert)")
         try:
             data = parse_json((folder / MANIFEST).read_bytes(), MANIFEST)
         except CheckpointError as error:
@@ -170,9 +168,7 @@ def refuse_occupied(out: Path, *, force: bool) -> None:
     if not force:
         raise ArtifactError(f"{out} exists: choose another folder, or replace it with --force")
     if out.is_symlink() or not (out / MANIFEST).is_file():
-        raise ArtifactError(
-            f"{out} exists and is no converted folder: --force does not replace it, remove it yourself"
-        )
+        raise ArtifactError(f"{out} exists and is no converted folder: --force does not replace it, remove it yourself")
 
 
 def _put_in_place(temporary: Path, out: Path, *, force: bool) -> None:

@@ -87,9 +87,7 @@ def pack(rows: Sequence[Row], position_start: int) -> PackedBatch:
     lengths = np.fromiter((len(row) for row in rows), np.int32, len(rows))
     cu_seqlens = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
-    positions = (
-        np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths) + position_start
-    )
+    positions = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths) + position_start
     empty = np.zeros(0, np.int32)
     return PackedBatch(
         ids=torch.from_numpy(np.concatenate([empty, *(row.ids for row in rows)])),

@@ -135,9 +135,7 @@ class Checkpoint:
                 raise CheckpointError(f"tensor {name!r} is not in {shard}, where {index} says it is")
         for name in found.info:
             if name not in shard_of:
-                raise CheckpointError(
-                    f"tensor {name!r} is in {found.info[name].file.name} but not in {index}"
-                )
+                raise CheckpointError(f"tensor {name!r} is in {found.info[name].file.name} but not in {index}")
         return found
 
     def weight_files(self) -> list[Path]:

@@ -77,20 +77,14 @@ def _print_json(data: Any) -> None:
 def convert(
     model: Annotated[
         str,
-        typer.Argument(
-            metavar="MODEL", help="A hub id, a folder, or package:NAME[/subfolder].", show_default=False
-        ),
+        typer.Argument(metavar="MODEL", help="A hub id, a folder, or package:NAME[/subfolder].", show_default=False),
     ],
     out: Annotated[
         Path | None,
-        typer.Argument(
-            metavar="[OUT]", help="The folder to write; default: ./NAME-toolkit.", show_default=False
-        ),
+        typer.Argument(metavar="[OUT]", help="The folder to write; default: ./NAME-toolkit.", show_default=False),
     ] = None,
     task: Annotated[str, typer.Option(help="embed, or auto to read it off the checkpoint.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")
-    ] = "auto",
+    dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to verify: auto, cpu, cuda or cuda:N.")] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
     recipe: Annotated[
@@ -107,9 +101,7 @@ def convert(
     from toolkit.conversion import convert as run
 
     with _stages() as on_stage:
-        report = run(
-            model, out, task, dtype, not no_verify, force, revision, recipe, device=device, on_stage=on_stage
-        )
+        report = run(model, out, task, dtype, not no_verify, force, revision, recipe, device=device, on_stage=on_stage)
     if as_json:
         _print_json(report.to_dict())
         return
@@ -161,12 +153,8 @@ def embed(
         str,
         typer.Argument(metavar="[FILE|-]", help="A UTF-8 file with one text a line; - is standard input."),
     ] = "-",
-    prompt_name: Annotated[
-        str | None, typer.Option(help="A prompt of the checkpoint to put in front.")
-    ] = None,
-    prompt: Annotated[
-        str | None, typer.Option(help="A text to put in front; empty switches prompts off.")
-    ] = None,
+    prompt_name: Annotated[str | None, typer.Option(help="A prompt of the checkpoint to put in front.")] = None,
+    prompt: Annotated[str | None, typer.Option(help="A text to put in front; empty switches prompts off.")] = None,
     truncate_dim: Annotated[int | None, typer.Option(help="Keep the first so many values.")] = None,
     similarity: Annotated[
         bool,
@@ -227,9 +215,7 @@ def bench(
     ] = 512,
     source: Annotated[
         str | None,
-        typer.Option(
-            help="The checkpoint for the peers; default: what OUT was converted from.", show_default=False
-        ),
+        typer.Option(help="The checkpoint for the peers; default: what OUT was converted from.", show_default=False),
     ] = None,
     device: Device = "auto",
     mode: Mode = "auto",
@@ -237,9 +223,7 @@ def bench(
         int | None,
         typer.Option(help="Tokens of the packed batch; default: 65536 on CUDA, 2048 on a CPU.", min=64),
     ] = None,
-    save: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Also write the JSON to this file.")
-    ] = None,
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Measure an artifact beside sentence-transformers, transformers and onnxruntime, in one run."""
@@ -282,9 +266,7 @@ def recipes(as_json: AsJson = False) -> None:
     table = Table("model_type", "tasks", "transformers classes", "notes", "origin")
     for entry in entries:
         recipe = entry.recipe
-        table.add_row(
-            recipe.model_type, ", ".join(recipe.tasks), ", ".join(recipe.classes), recipe.note, entry.origin
-        )
+        table.add_row(recipe.model_type, ", ".join(recipe.tasks), ", ".join(recipe.classes), recipe.note, entry.origin)
     _out.print(table)
 
 

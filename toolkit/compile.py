@@ -1,10 +1,15 @@
 """The compile boundary. This is the only place that calls torch.compile.
 
-A class declares its entry points with `@supports_torch_compile`; each becomes one whole graph in which the
-number of tokens and of sequences is unknown to the compiler, so no batch shape recompiles it, 0 and 1
-included. What was traced is checked: the embedding lookups must be inside.
+A class declares its entry points with `@supports_torch_compile`; each becomes one whole graph for every number
+of tokens and sequences. What was traced is checked: the embedding lookups must be inside.
+
+There are two ways to leave a size open. `Sizes.ANY` makes it unknown to the compiler ("unbacked"): 0 and 1 are
+sizes like any other, but fusions that need to know that two sizes agree are lost, which costs a quarter of the
+speed on a GPU. `Sizes.MANY` ("backed") lets the compiler reason with the first size that it sees, on the promise
+that none below 2 comes: right for the fixed buckets of a captured graph.
 """
 
+import enum
 import inspect
 import shutil
 import types
@@ -20,6 +25,7 @@ from toolkit.errors import BoundaryError, MissingDependencyError
 __all__ = [
     "CompileContract",
     "CompiledEntryPoint",
+    "Sizes",
     "check_boundary",
     "compile_entry_point",
     "supports_torch_compile",
@@ -28,6 +34,13 @@ __all__ = [
 
 _Module = TypeVar("_Module", bound=type[nn.Module])
 _LOOKUPS = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
+
+
+class Sizes(enum.Enum):
+    """Which sizes a compiled entry point must take without compiling again."""
+
+    ANY = "any"
+    MANY = "two or more"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,9 +80,7 @@ def supports_torch_compile(
                         f"{cls.__name__}.{name}: argument {parameter.name!r} is optional; write a second entry point"
                     )
             if "ids" not in {parameter.name for parameter in parameters}:
-                raise BoundaryError(
-                    f"{cls.__name__}.{name} takes no `ids`: the embedding layer is outside of it"
-                )
+                raise BoundaryError(f"{cls.__name__}.{name} takes no `ids`: the embedding layer is outside of it")
         contract = CompileContract(entry_points=entry_points, dynamic_first_dim=frozenset(dynamic_first_dim))
         cls.compile_contract = contract  # pyright: ignore[reportAttributeAccessIssue]
         return cls
@@ -90,9 +101,7 @@ def check_boundary(graph: fx.Graph, model: nn.Module, entry_point: str) -> None:
     if not any("ids" in name for name in indexed_by):
         raise BoundaryError(f"{where}: no embedding lookup of `ids` inside the compiled graph")
     if len(lookups) < tables:
-        raise BoundaryError(
-            f"{where}: {len(lookups)} of {tables} embedding tables are looked up inside the graph"
-        )
+        raise BoundaryError(f"{where}: {len(lookups)} of {tables} embedding tables are looked up inside the graph")
 
 
 def _root(node: Any) -> str:
@@ -110,11 +119,12 @@ class CompiledEntryPoint:
         compilations: how often the compiler ran; more than once is a recompile.
     """
 
-    def __init__(self, model: nn.Module, name: str, backend: str) -> None:
+    def __init__(self, model: nn.Module, name: str, sizes: Sizes, backend: str) -> None:
         contract: CompileContract = type(model).compile_contract  # pyright: ignore[reportAttributeAccessIssue]
         self.graph: fx.Graph | None = None
         self.compilations = 0
         self._model, self._name, self._backend = model, name, backend
+        self._mark = torch._dynamo.decorators.mark_unbacked if sizes is Sizes.ANY else torch._dynamo.mark_dynamic
         method = getattr(type(model), name)
         names = list(inspect.signature(method).parameters)[1:]
         self._dynamic = tuple(k for k, n in enumerate(names) if n in contract.dynamic_first_dim)
@@ -134,17 +144,18 @@ class CompiledEntryPoint:
     def __call__(self, *args: Tensor) -> Tensor:
         """Run the compiled graph; the first call compiles."""
         for k in self._dynamic:
-            torch._dynamo.decorators.mark_unbacked(args[k], 0)
+            self._mark(args[k], 0)
         with torch.inference_mode():
             return self._compiled(*args)
 
 
-def compile_entry_point(model: nn.Module, name: str, backend: str = "inductor") -> CompiledEntryPoint:
+def compile_entry_point(model: nn.Module, name: str, sizes: Sizes, backend: str = "inductor") -> CompiledEntryPoint:
     """Compile the entry point `name` of a class decorated with `@supports_torch_compile`.
 
     Args:
         model: an instance.
         name: one of the class's declared entry points.
+        sizes: how small a batch may get.
         backend: a dynamo backend; "inductor", or "eager" to trace and check without generating code.
 
     Raises:
@@ -159,7 +170,7 @@ def compile_entry_point(model: nn.Module, name: str, backend: str = "inductor") 
     reason = why_no_compiler(device) if backend == "inductor" else None
     if reason is not None:
         raise MissingDependencyError(f"torch.compile cannot run here: {reason}; or use --mode eager")
-    return CompiledEntryPoint(model, name, backend)
+    return CompiledEntryPoint(model, name, sizes, backend)
 
 
 def why_no_compiler(device: torch.device) -> str | None:

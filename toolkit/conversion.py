@@ -92,9 +92,7 @@ def convert(
     registered = find_recipe(checkpoint.config["model_type"], recipe)
     chosen_task = _choose_task(checkpoint, registered, task)
     with atomic_folder(target, force=force) as folder:
-        manifest = _write(
-            checkpoint, registered, chosen_task, _choose_dtype(checkpoint, dtype), folder, on_stage
-        )
+        manifest = _write(checkpoint, registered, chosen_task, _choose_dtype(checkpoint, dtype), folder, on_stage)
         report = None
         if verify:
             from toolkit.parity import verify_folder
@@ -157,14 +155,11 @@ def _write(
     spec, unrecognised = recipe.read_config(checkpoint.config)
     pipeline, warnings = read_pipeline(checkpoint, spec.hidden)
     warnings += [
-        f"config.json: the field {name!r} is not known to this recipe and has no effect"
-        for name in unrecognised
+        f"config.json: the field {name!r} is not known to this recipe and has no effect" for name in unrecognised
     ]
     on_stage("converting the tokenizer")
     tokenizer, tokenizer_limit = read_tokenizer(checkpoint, lower_case=pipeline.lower_case)
-    limit, clamped = text_limit(
-        pipeline.max_seq_length, tokenizer_limit, spec.embedding.positions, spec.usable_length
-    )
+    limit, clamped = text_limit(pipeline.max_seq_length, tokenizer_limit, spec.embedding.positions, spec.usable_length)
     warnings += clamped
     on_stage(f"converting {len(checkpoint.tensors.info)} tensors to {str(dtype).removeprefix('torch.')}")
     model = build_encoder(spec, choose_backend(spec.attention, torch.device("cpu"), dtype)[1])

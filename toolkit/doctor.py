@@ -72,9 +72,7 @@ def diagnose() -> Diagnosis:
 def _cuda(available: bool) -> Finding:
     if available:
         major, minor = torch.cuda.get_device_capability()
-        detail = (
-            f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, compute capability {major}.{minor}"
-        )
+        detail = f"{torch.cuda.get_device_name()}, CUDA {torch.version.cuda}, compute capability {major}.{minor}"
         return Finding(name="CUDA", present=True, detail=detail, fix="")
     if torch.version.cuda is None:
         return Finding(
@@ -83,15 +81,11 @@ def _cuda(available: bool) -> Finding:
             detail="this torch is a CPU build",
             fix="install a CUDA build of torch",
         )
-    return Finding(
-        name="CUDA", present=False, detail="torch sees no device", fix="check the driver with nvidia-smi"
-    )
+    return Finding(name="CUDA", present=False, detail="torch sees no device", fix="check the driver with nvidia-smi")
 
 
 def _reasoned(name: str, reason: str | None) -> Finding:
-    return Finding(
-        name=name, present=reason is None, detail="available" if reason is None else "", fix=reason or ""
-    )
+    return Finding(name=name, present=reason is None, detail="available" if reason is None else "", fix=reason or "")
 
 
 def _library(name: str, fix: str, find: Callable[[str], str] = version) -> Finding:

@@ -12,7 +12,7 @@ import bisect
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -50,12 +50,13 @@ class BucketLadder:
         tokens: ascending token counts.
         longest: length limit of a sequence.
         tokens_per_sequence: a bucket holds one sequence for so many tokens; if a batch has more, the next,
-            smaller ratio is taken. Ends in 1, so that any batch of non-empty sequences fits.
+            smaller ratio is taken. Attention launches for every sequence that a bucket could hold, so the
+            capacity is kept close to the need. Ends in 1, so that any batch of non-empty sequences fits.
     """
 
     tokens: tuple[int, ...]
     longest: int
-    tokens_per_sequence: tuple[int, ...] = (16, 4, 1)
+    tokens_per_sequence: tuple[int, ...] = (64, 32, 16, 4, 1)
 
     @classmethod
     def up_to(cls, max_tokens: int, longest: int) -> "BucketLadder":
@@ -72,14 +73,12 @@ class BucketLadder:
         size = self.tokens[k]
         for ratio in self.tokens_per_sequence:
             if sequences <= self._sequences(size, ratio):
-                return Bucket(
-                    tokens=size, sequences=self._sequences(size, ratio), max_len=self._length(size, max_len)
-                )
+                return Bucket(tokens=size, sequences=self._sequences(size, ratio), max_len=self._length(size, max_len))
         return None
 
     def default(self) -> list[Bucket]:
-        """One bucket for each token count, largest first: few sequences, any length."""
-        ratio = self.tokens_per_sequence[0]
+        """One bucket for each token count, largest first: sequences of middling number, any length."""
+        ratio = self.tokens_per_sequence[len(self.tokens_per_sequence) // 3]
         return [
             Bucket(tokens=n, sequences=self._sequences(n, ratio), max_len=self._length(n, self.longest))
             for n in reversed(self.tokens)
@@ -114,11 +113,12 @@ class _Inputs:
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
         tokens, sequences = bucket.tokens, bucket.sequences
-        self._sizes = [tokens, tokens, tokens, sequences + 1]
+        sizes = [tokens, tokens, tokens, sequences + 1]
         pinned = device.type == "cuda"
-        self._host = torch.zeros(sum(self._sizes), dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros(sum(self._sizes), dtype=torch.int32, device=device)
-        self.ids, self.positions, self.segments, self.cu_seqlens = self._device.split(self._sizes)
+        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
+        self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
+        self._writers = [part.numpy() for part in self._host.split(sizes)]
+        self.ids, self.positions, self.segments, self.cu_seqlens = self._device.split(sizes)
         self.max_len = torch.tensor([bucket.max_len], dtype=torch.int32)
         self._copied = torch.cuda.Event() if pinned else None
 
@@ -126,12 +126,13 @@ class _Inputs:
         """Write the batch and reset the tail: id, position and segment 0, empty sequences at the end."""
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still be reading the host buffer
-        *per_token, cu_seqlens = self._host.split(self._sizes)
+        *per_token, cu_seqlens = self._writers
+        tokens, offsets = batch.tokens, batch.sequences + 1
         for buffer, values in zip(per_token, (batch.ids, batch.positions, batch.segments), strict=True):
-            buffer[: batch.tokens] = values
-            buffer[batch.tokens :] = 0
-        cu_seqlens[: batch.sequences + 1] = batch.cu_seqlens
-        cu_seqlens[batch.sequences + 1 :] = batch.tokens
+            buffer[:tokens] = values.numpy()
+            buffer[tokens:] = 0
+        cu_seqlens[:offsets] = batch.cu_seqlens.numpy()
+        cu_seqlens[offsets:] = tokens
         self._device.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
@@ -171,7 +172,7 @@ class _EmbedsInputs(_Inputs):
 class _CudaReplay:
     """A CUDA graph of `entry` over the bucket's buffers."""
 
-    def __init__(self, entry: Entry, inputs: _Inputs, pool: object) -> None:
+    def __init__(self, entry: Entry, inputs: _Inputs, pool: Any) -> None:
         self.inputs = inputs
         args = inputs.tensors()
         stream = torch.cuda.Stream()
@@ -202,9 +203,7 @@ class _CheckedReplay:
 
     def replay(self) -> GraphOutput:
         if [tensor.data_ptr() for tensor in self.inputs.tensors()] != self._addresses:
-            raise GraphError(
-                "a static input buffer moved since the capture: a replay would read stale memory"
-            )
+            raise GraphError("a static input buffer moved since the capture: a replay would read stale memory")
         output = self._entry(*self._args)
         if any(tensor.device != self._args[0].device for tensor in output):
             raise GraphError("an output left the device during the replay")

@@ -132,9 +132,7 @@ def _integers(values: object, bound: int, what: str, table: str) -> np.ndarray:
     except (ValueError, OverflowError) as error:
         raise InputError(f"{what} are no flat sequence of integers ({error})") from None
     if array.ndim != 1 or array.dtype.kind not in "iu":
-        raise InputError(
-            f"{what} have dtype {array.dtype} and {array.ndim} dimensions, expected flat integers"
-        )
+        raise InputError(f"{what} have dtype {array.dtype} and {array.ndim} dimensions, expected flat integers")
     low, high = int(array.min()), int(array.max())
     if low < 0 or high >= bound:
         bad = low if low < 0 else high
@@ -149,9 +147,7 @@ def _check_embeds(embeds: object, limits: Limits, where: str) -> Tensor:
     if embeds.layout != torch.strided or embeds.is_quantized or embeds.is_meta:
         raise InputError(f"{where}: embeds must be a dense tensor, not {embeds.layout} on {embeds.device}")
     if embeds.dim() != 2 or embeds.shape[1] != limits.width:
-        raise InputError(
-            f"{where}: embeds have shape {tuple(embeds.shape)}, expected [tokens, {limits.width}]"
-        )
+        raise InputError(f"{where}: embeds have shape {tuple(embeds.shape)}, expected [tokens, {limits.width}]")
     if embeds.dtype not in _EMBED_DTYPES:
         raise InputError(f"{where}: embeds have dtype {embeds.dtype}, expected float32, float16 or bfloat16")
     if embeds.shape[0] == 0:

@@ -97,9 +97,7 @@ def read_pipeline(checkpoint: Checkpoint, hidden: int) -> tuple[Pipeline, list[s
         pooling = _read_pooling(checkpoint, modules[1][1], hidden)
         normalize = len(modules) == 3
     else:
-        warnings.append(
-            "no modules.json: mean pooling without normalisation is assumed, as sentence-transformers does"
-        )
+        warnings.append("no modules.json: mean pooling without normalisation is assumed, as sentence-transformers does")
     config = checkpoint.json(name) if checkpoint.has(name := "config_sentence_transformers.json") else {}
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
@@ -107,9 +105,7 @@ def read_pipeline(checkpoint: Checkpoint, hidden: int) -> tuple[Pipeline, list[s
     default = config.get("default_prompt_name")
     prompts = {"query": "", "document": "", **prompts}
     if default is not None and default not in prompts:
-        raise CheckpointError(
-            f"{name}: default_prompt_name {default!r} is not among the prompts {sorted(prompts)}"
-        )
+        raise CheckpointError(f"{name}: default_prompt_name {default!r} is not among the prompts {sorted(prompts)}")
     pipeline = Pipeline(
         pooling=pooling,
         normalize=normalize,
@@ -126,9 +122,7 @@ def _read_modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """(class, folder) of each module: Transformer, Pooling, and perhaps Normalize."""
     try:
         entries = json.loads(checkpoint.read_bytes("modules.json"))
-        modules = [
-            (str(entry["type"]), str(entry["path"])) for entry in sorted(entries, key=lambda e: e["idx"])
-        ]
+        modules = [(str(entry["type"]), str(entry["path"])) for entry in sorted(entries, key=lambda e: e["idx"])]
     except (ValueError, KeyError, TypeError):
         raise CheckpointError("modules.json: expected a list of objects with idx, path and type") from None
     kinds: list[str] = []
@@ -184,13 +178,9 @@ def _read_pooling(checkpoint: Checkpoint, folder: str, hidden: int) -> str:
     else:
         modes = [mode for key, mode in _LEGACY_POOLING.items() if config.get(key)] or ["mean"]
     if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _SUPPORTED_POOLING:
-        raise UnsupportedError(
-            f"{name}: pooling {modes!r} is not supported; supported: one of {_SUPPORTED_POOLING}"
-        )
+        raise UnsupportedError(f"{name}: pooling {modes!r} is not supported; supported: one of {_SUPPORTED_POOLING}")
     if config.get("include_prompt", True) is not True:
-        raise UnsupportedError(
-            f"{name}: include_prompt = {config['include_prompt']!r} is not supported, only True is"
-        )
+        raise UnsupportedError(f"{name}: include_prompt = {config['include_prompt']!r} is not supported, only True is")
     known = {
         "embedding_dimension",
         "word_embedding_dimension",

@@ -15,11 +15,13 @@ __all__ = ["ConfigReader", "Recipe"]
 
 # Fields that any checkpoint may carry and that cannot change an inference result.
 IRRELEVANT_EVERYWHERE = frozenset(
-    """_name_or_path _attn_implementation _attn_implementation_autoset architectures attn_implementation bos_token_id
-    dtype eos_token_id finetuning_task gradient_checkpointing id2label initializer_range label2id language
-    model_type name_or_path num_labels output_attentions output_hidden_states output_past problem_type
-    return_dict sep_token_id sentence_transformers task_specific_params tokenizer_class torch_dtype torchscript
-    transformers_version use_cache tie_word_embeddings""".split()
+    """
+    _name_or_path _attn_implementation _attn_implementation_autoset architectures attn_implementation
+    auto_map bos_token_id dtype eos_token_id finetuning_task gradient_checkpointing id2label initializer_range
+    label2id language model_type name_or_path num_labels output_attentions output_hidden_states output_past
+    problem_type return_dict sep_token_id sentence_transformers task_specific_params tie_word_embeddings
+    tokenizer_class torch_dtype torchscript transformers_version use_cache
+    """.split()
 )
 # Fields that must hold this value wherever they appear.
 NEUTRAL_EVERYWHERE: Mapping[str, Any] = {
@@ -62,9 +64,7 @@ class ConfigReader:
         """An integer field of at least `minimum`."""
         value = self._get(name, default)
         if type(value) is not int or value < minimum:
-            raise CheckpointError(
-                f"config.json: {name} = {value!r}, expected an integer of at least {minimum}"
-            )
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected an integer of at least {minimum}")
         return value
 
     def positive(self, name: str, default: float) -> float:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from toolkit.errors import UnsupportedError
 from toolkit.recipe import Recipe
@@ -83,7 +84,7 @@ def _from_file(file: str) -> list[RegisteredRecipe]:
 
 
 def _recipes_of(module: ModuleType, origin: str) -> list[RegisteredRecipe]:
-    recipes = getattr(module, "RECIPES", None) or (getattr(module, "RECIPE", None),)
+    recipes: Any = getattr(module, "RECIPES", None) or (getattr(module, "RECIPE", None),)
     if not module.__file__ or not all(isinstance(recipe, Recipe) for recipe in recipes):
         raise UnsupportedError(f"{origin}: {module.__name__} defines no RECIPE of type toolkit.recipe.Recipe")
     digest = hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()

@@ -12,12 +12,12 @@ from torch import Tensor
 from toolkit.artifact import Artifact
 from toolkit.attention import choose_backend
 from toolkit.batch import EmbedsBatch, PackedBatch, pack, pack_embeds
-from toolkit.compile import CompiledEntryPoint, compile_entry_point, why_no_compiler
+from toolkit.compile import CompiledEntryPoint, Sizes, compile_entry_point, why_no_compiler
 from toolkit.errors import InputError, UnsupportedError
 from toolkit.graphs import BucketLadder, GraphOutput, GraphPair, GraphStats
 from toolkit.inputs import Limits, MixedPrompt, PromptEmbeds, Row, RowInput, TokenIds, check_row
 from toolkit.nn.linear import can_pack, pack_linears
-from toolkit.nn.model import Encoder, build_encoder
+from toolkit.nn.model import build_encoder
 from toolkit.nn.pooling import Pooler
 from toolkit.tokenizer import TextEncoder
 
@@ -110,9 +110,7 @@ class Runner:
             length=manifest.usable_length,
             dtype=artifact.dtype,
         )
-        self._texts = TextEncoder(
-            artifact.folder / "tokenizer.json", manifest.tokenizer, self.limits.vocab_size
-        )
+        self._texts = TextEncoder(artifact.folder / "tokenizer.json", manifest.tokenizer, self.limits.vocab_size)
         default = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
         self.batch_tokens = max(batch_tokens or default, manifest.usable_length)
         self._compiled: dict[str, CompiledEntryPoint] = {}
@@ -157,9 +155,7 @@ class Runner:
     ) -> list[Tensor]:
         """Return the last layer's states of each input's tokens: [tokens, hidden] each, on the CPU."""
         rows = self.rows(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt))
-        states: list[Tensor] = [
-            torch.empty(0, self.artifact.manifest.spec.hidden, dtype=self.limits.dtype)
-        ] * len(rows)
+        states: list[Tensor] = [torch.empty(0, self.artifact.manifest.spec.hidden, dtype=self.limits.dtype)] * len(rows)
         for members, batch in self._batches(rows):
             pieces = self._executor.run(batch).states.cpu().split(batch.cu_seqlens.diff().tolist())
             for member, piece in zip(members, pieces, strict=True):
@@ -224,10 +220,8 @@ class Runner:
 
     def _build_executor(self) -> "_Executor":
         spec, pipeline = self.artifact.manifest.spec, self.artifact.manifest.pipeline
-        pooler = Pooler(pipeline.pooling, pipeline.normalize)
-        ids, embeds = (
-            _with_pooling(self._entry_point(n), pooler) for n in Encoder.compile_contract.entry_points
-        )  # type: ignore[attr-defined]
+        pooler = Pooler(pipeline.pooling, pipeline.normalize, self.device)
+        ids, embeds = (_with_pooling(self._entry_point(name), pooler) for name in ("forward_ids", "forward_embeds"))
         if self.mode != "graph":
             return _Direct(ids, embeds, self.device)
         return GraphPair(
@@ -242,7 +236,8 @@ class Runner:
     def _entry_point(self, name: str) -> Callable[..., Tensor]:
         if self.mode == "eager":
             return getattr(self.model, name)
-        self._compiled[name] = compile_entry_point(self.model, name)
+        sizes = Sizes.MANY if self.mode == "graph" else Sizes.ANY
+        self._compiled[name] = compile_entry_point(self.model, name, sizes)
         return self._compiled[name]
 
     def rows(self, inputs: Input | Sequence[Input], prompt: str) -> list[Row]:
@@ -297,9 +292,7 @@ class Runner:
 
 
 def _with_pooling(states: Callable[..., Tensor], pooler: Pooler) -> Callable[..., GraphOutput]:
-    def run(
-        ids: Tensor, positions: Tensor, segments: Tensor, cu_seqlens: Tensor, *rest: Tensor
-    ) -> GraphOutput:
+    def run(ids: Tensor, positions: Tensor, segments: Tensor, cu_seqlens: Tensor, *rest: Tensor) -> GraphOutput:
         states_TD = states(ids, positions, segments, cu_seqlens, *rest)
         return GraphOutput(states=states_TD, vectors=pooler(states_TD, cu_seqlens))
 
@@ -321,9 +314,7 @@ def resolve_device(device: str) -> torch.device:
     if resolved.type not in ("cpu", "cuda"):
         raise InputError(f"device {device!r} is not supported; use auto, cpu or cuda")
     if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
-        raise InputError(
-            f"device {device!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices"
-        )
+        raise InputError(f"device {device!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices")
     if resolved.type == "cuda" and resolved.index is None:
         return torch.device("cuda", torch.cuda.current_device())
     return resolved

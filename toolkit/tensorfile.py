@@ -68,9 +68,7 @@ def parse_json(data: bytes, what: str) -> dict[str, Any]:
     try:
         value = json.loads(data.decode("utf-8"), object_pairs_hook=_reject_duplicates)
     except RecursionError:
-        raise CheckpointError(
-            f"{what}: the JSON is nested too deeply to be a real header or config"
-        ) from None
+        raise CheckpointError(f"{what}: the JSON is nested too deeply to be a real header or config") from None
     except (ValueError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{what}: not valid JSON ({error}); download the file again") from None
     if not isinstance(value, dict):
@@ -109,9 +107,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
             )
         header = parse_json(file.read(length), f"{path.name} header")
     header.pop("__metadata__", None)
-    entries = sorted(
-        (_check_entry(path, name, entry) for name, entry in header.items()), key=lambda e: (e[1], e[2])
-    )
+    entries = sorted((_check_entry(path, name, entry) for name, entry in header.items()), key=lambda e: (e[1], e[2]))
     _check_layout(path, entries, size - 8 - length)
     return {info.name: info for info, _, _ in entries}
 
@@ -119,9 +115,7 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
 def _check_entry(path: Path, name: str, entry: object) -> tuple[TensorInfo, int, int]:
     where = f"{path.name}: tensor {name!r}"
     if not isinstance(entry, dict) or set(entry) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(
-            f"{where}: the header entry must hold dtype, shape and data_offsets, nothing else"
-        )
+        raise CheckpointError(f"{where}: the header entry must hold dtype, shape and data_offsets, nothing else")
     dtype, shape, offsets = _DTYPES.get(str(entry["dtype"])), entry["shape"], entry["data_offsets"]
     if dtype is None:
         raise CheckpointError(f"{where}: unknown dtype {entry['dtype']!r}")
@@ -130,9 +124,7 @@ def _check_entry(path: Path, name: str, entry: object) -> tuple[TensorInfo, int,
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise CheckpointError(f"{where}: data_offsets {offsets!r} is not a [begin, end] range")
     if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-        raise CheckpointError(
-            f"{where}: shape {shape} of {entry['dtype']} does not fill the byte range {offsets}"
-        )
+        raise CheckpointError(f"{where}: shape {shape} of {entry['dtype']} does not fill the byte range {offsets}")
     return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), file=path), offsets[0], offsets[1]
 
 
@@ -145,9 +137,7 @@ def _check_layout(path: Path, entries: list[tuple[TensorInfo, int, int]], buffer
     for info, begin, end in entries:
         if begin != position:
             kind = "overlaps the one before it" if begin < position else "leaves a gap before it"
-            raise CheckpointError(
-                f"{path.name}: tensor {info.name!r} {kind} (offset {begin}, expected {position})"
-            )
+            raise CheckpointError(f"{path.name}: tensor {info.name!r} {kind} (offset {begin}, expected {position})")
         position = end
     if position != buffer:
         raise CheckpointError(

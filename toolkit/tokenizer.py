@@ -48,9 +48,7 @@ class TokenizerSpec:
         return asdict(self)
 
 
-def text_limit(
-    configured: int | None, tokenizer_limit: int, positions: int, usable: int
-) -> tuple[int, list[str]]:
+def text_limit(configured: int | None, tokenizer_limit: int, positions: int, usable: int) -> tuple[int, list[str]]:
     """Return the length limit for texts that sentence-transformers uses, clamped to what the model can take.
 
     Args:
@@ -65,9 +63,7 @@ def text_limit(
     wanted = configured if configured is not None else min(tokenizer_limit, positions)
     if wanted <= usable:
         return wanted, []
-    return usable, [
-        f"the checkpoint asks for texts of {wanted} tokens; the model takes {usable}: longer ones are cut"
-    ]
+    return usable, [f"the checkpoint asks for texts of {wanted} tokens; the model takes {usable}: longer ones are cut"]
 
 
 def read_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> tuple[Any, int]:
@@ -87,20 +83,14 @@ def read_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> tuple[Any, in
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     if not any(checkpoint.has(name) for name in TOKENIZER_FILES):  # also refuses links that leave the folder
-        raise CheckpointError(
-            f"{checkpoint.source} has no tokenizer files: looked for {', '.join(TOKENIZER_FILES)}"
-        )
+        raise CheckpointError(f"{checkpoint.source} has no tokenizer files: looked for {', '.join(TOKENIZER_FILES)}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if checkpoint.has(name):
             checkpoint.json(name)
     if checkpoint.has("tokenizer_config.json") and checkpoint.json("tokenizer_config.json").get("auto_map"):
-        raise UnsupportedError(
-            "tokenizer_config.json: auto_map names code in the checkpoint; it is never executed"
-        )
+        raise UnsupportedError("tokenizer_config.json: auto_map names code in the checkpoint; it is never executed")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            str(checkpoint.root), trust_remote_code=False, local_files_only=True
-        )
+        tokenizer = AutoTokenizer.from_pretrained(str(checkpoint.root), trust_remote_code=False, local_files_only=True)
     except Exception as error:  # transformers and tokenizers raise many kinds for broken files
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(f"the tokenizer of {checkpoint.source} cannot be loaded ({reason})") from None

@@ -132,9 +132,7 @@ def load_weights(
                 raise CheckpointError(
                     f"tensors {other.stored!r} and {item.stored!r} are the same parameter: remove one"
                 )
-    state = {
-        target: _assemble(tensors, parts, expected[target], dtype) for target, parts in by_target.items()
-    }
+    state = {target: _assemble(tensors, parts, expected[target], dtype) for target, parts in by_target.items()}
     return LoadedWeights(state=state, audit=tuple(_audit(tensors, item) for item in placed))
 
 
@@ -152,17 +150,11 @@ def _place_all(
     missing = [_missing(reading, rules, expected) for reading in readings]
     complete = [reading for reading, gaps in zip(readings, missing, strict=True) if not gaps]
     if len(complete) > 1:
-        raise CheckpointError(
-            f"the base model is stored twice, under the prefixes {('', *prefixes)}: remove one copy"
-        )
+        raise CheckpointError(f"the base model is stored twice, under the prefixes {('', *prefixes)}: remove one copy")
     if not complete:
         gaps = min(missing, key=len)
-        shown = ", ".join(repr(name) for name in gaps[:3]) + (
-            f" and {len(gaps) - 3} more" if len(gaps) > 3 else ""
-        )
-        raise CheckpointError(
-            f"missing tensor: {shown}; the checkpoint is incomplete or of another architecture"
-        )
+        shown = ", ".join(repr(name) for name in gaps[:3]) + (f" and {len(gaps) - 3} more" if len(gaps) > 3 else "")
+        raise CheckpointError(f"missing tensor: {shown}; the checkpoint is incomplete or of another architecture")
     placed = complete[0]
     unknown = sorted(set(names) - {item.stored for item in placed})
     if unknown:
@@ -172,9 +164,7 @@ def _place_all(
         )
     for item in placed:
         if item.target is not None and item.target not in expected:
-            raise CheckpointError(
-                f"unexpected tensor: {item.stored!r}; config.json describes no {item.target!r}"
-            )
+            raise CheckpointError(f"unexpected tensor: {item.stored!r}; config.json describes no {item.target!r}")
     return placed
 
 
@@ -196,13 +186,9 @@ def _read_names(
             found = rule.match(name if rule.outside else inner)
             if found is not None:
                 target = _fill(rule.target, found[1]) if rule.target else None
-                hits.append(
-                    _Placed(stored=stored, rule=rule, part=found[0], target=target, why=rule.why or why)
-                )
+                hits.append(_Placed(stored=stored, rule=rule, part=found[0], target=target, why=rule.why or why))
         if len(hits) > 1:
-            raise CheckpointError(
-                f"tensor {stored!r} matches {len(hits)} rules of the recipe, must be exactly one"
-            )
+            raise CheckpointError(f"tensor {stored!r} matches {len(hits)} rules of the recipe, must be exactly one")
         placed += hits
     return placed
 
@@ -229,16 +215,12 @@ def _missing(placed: list[_Placed], rules: tuple[Rule, ...], expected: Mapping[s
     return gaps
 
 
-def _assemble(
-    tensors: TensorSet, parts: Mapping[int, _Placed], shapes: PartShapes, dtype: torch.dtype
-) -> torch.Tensor:
+def _assemble(tensors: TensorSet, parts: Mapping[int, _Placed], shapes: PartShapes, dtype: torch.dtype) -> torch.Tensor:
     """Read, check, concatenate and cast the tensors of one parameter."""
     stored = [tensors.info[parts[k].stored] for k in sorted(parts)]
     for info, shape in zip(stored, shapes, strict=True):
         if info.shape != shape:
-            raise CheckpointError(
-                f"tensor {info.name!r} has shape {info.shape}, config.json asks for {shape}"
-            )
+            raise CheckpointError(f"tensor {info.name!r} has shape {info.shape}, config.json asks for {shape}")
         if not info.dtype.is_floating_point:
             raise CheckpointError(f"tensor {info.name!r} has dtype {info.dtype}, expected floating point")
     pieces = [tensors.read(info.name) for info in stored]
@@ -248,9 +230,7 @@ def _assemble(
             raise CheckpointError(f"tensor {info.name!r} holds NaN or infinite values")
     cast = whole.to(dtype).contiguous()
     if not torch.isfinite(cast).all():
-        raise CheckpointError(
-            f"tensor {stored[0].name!r} exceeds the range of {dtype}; convert with --dtype float32"
-        )
+        raise CheckpointError(f"tensor {stored[0].name!r} exceeds the range of {dtype}; convert with --dtype float32")
     return cast
 
 

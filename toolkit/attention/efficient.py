@@ -16,9 +16,7 @@ def why_unavailable() -> str | None:
 
 
 @torch.library.custom_op("toolkit::efficient_attention", mutates_args=())
-def attend(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float
-) -> Tensor:
+def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
     groups = q_TNH.shape[1] // k_TKH.shape[1]
     if groups > 1:  # the kernel wants as many key/value heads as query heads
@@ -41,7 +39,5 @@ def attend(
 
 
 @attend.register_fake
-def _(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float
-) -> Tensor:
+def _(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)

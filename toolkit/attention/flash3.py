@@ -23,9 +23,7 @@ def why_unavailable() -> str | None:
 
 
 @torch.library.custom_op("toolkit::flash3_attention", mutates_args=())
-def attend(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float
-) -> Tensor:
+def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
     from fa3_fwd_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
@@ -37,7 +35,5 @@ def attend(
 
 
 @attend.register_fake
-def _(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float
-) -> Tensor:
+def _(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)

@@ -21,9 +21,7 @@ def why_unavailable() -> str | None:
 
 
 @torch.library.custom_op("toolkit::varlen_attention", mutates_args=())
-def attend(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float
-) -> Tensor:
+def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
     longest = int(max_len.item())
     return torch.ops.aten._flash_attention_forward(
@@ -32,7 +30,5 @@ def attend(
 
 
 @attend.register_fake
-def _(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float
-) -> Tensor:
+def _(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)

@@ -5,6 +5,7 @@ Empty sequences give zero vectors.
 """
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -31,11 +32,18 @@ POOLINGS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls
 
 
 class Pooler(nn.Module):
-    """A pooling by name, then L2 normalisation if asked; a zero vector stays zero."""
+    """A pooling by name, then L2 normalisation if asked; a zero vector stays zero.
 
-    def __init__(self, pooling: str, normalize: bool) -> None:
+    On CUDA the mean runs as one Triton kernel, if Triton is there.
+    """
+
+    def __init__(self, pooling: str, normalize: bool, device: torch.device) -> None:
         super().__init__()
         self.pool = POOLINGS[pooling]
+        if pooling == "mean" and device.type == "cuda" and find_spec("triton") is not None:
+            from toolkit.nn.pooling_triton import mean as mean_triton
+
+            self.pool = mean_triton
         self.normalize = normalize
 
     def forward(self, states_TD: Tensor, cu_seqlens: Tensor) -> Tensor:

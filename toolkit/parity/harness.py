@@ -21,7 +21,7 @@ from toolkit.parity.report import Cell, ParityReport
 from toolkit.parity.rule import TOLERANCES, bound, max_abs
 from toolkit.runner import MODES, Runner, load, resolve_device
 
-__all__ = ["verify", "verify_folder"]
+__all__ = ["find_source", "verify", "verify_folder"]
 
 _SENTENCES = (
     "",
@@ -69,13 +69,18 @@ def verify(
         MissingDependencyError: sentence-transformers is not installed.
     """
     artifact = Artifact.open(out)
-    checkpoint = _find_source(artifact, source)
+    checkpoint = find_source(artifact, source)
     report = verify_folder(artifact.folder, checkpoint, device=device, modes=modes, on_stage=on_stage)
     report.write(artifact.folder)
     return report
 
 
-def _find_source(artifact: Artifact, source: str | Path | None) -> Path:
+def find_source(artifact: Artifact, source: str | Path | None) -> Path:
+    """Return the checkpoint folder that an artifact was converted from, after comparing digests.
+
+    Raises:
+        CheckpointError: it is not there, or its files have changed.
+    """
     from toolkit.checkpoint import open_checkpoint
 
     recorded = artifact.manifest.source
@@ -83,13 +88,9 @@ def _find_source(artifact: Artifact, source: str | Path | None) -> Path:
     try:
         checkpoint = open_checkpoint(name, recorded["revision"] if source is None else None)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"the source of this artifact is not there ({error}); name it with --source"
-        ) from None
+        raise CheckpointError(f"the source of this artifact is not there ({error}); name it with --source") from None
     if checkpoint.sha256() != recorded["sha256"]:
-        raise CheckpointError(
-            f"{name} is not what the artifact was converted from: its files have other digests"
-        )
+        raise CheckpointError(f"{name} is not what the artifact was converted from: its files have other digests")
     return checkpoint.root
 
 
@@ -204,9 +205,7 @@ def _cases(artifact: Artifact, exact: TransformersReference, path: str) -> list[
     return cases
 
 
-def _in_company(
-    run: Callable[[list[RowInput]], list[Tensor]], inputs: list[RowInput], company: str
-) -> list[Tensor]:
+def _in_company(run: Callable[[list[RowInput]], list[Tensor]], inputs: list[RowInput], company: str) -> list[Tensor]:
     """Run inputs one by one, together, or together in another order; results come in the given order."""
     if company == "alone":
         return [run([item])[0] for item in inputs]
@@ -249,9 +248,7 @@ class _TextReference:
             ours = list(zip(row.ids.tolist(), row.segments.tolist(), strict=True))
             theirs = list(zip(self._exact.ids(text, prompt), self._exact.segments(text, prompt), strict=True))
             if ours != theirs:
-                found.append(
-                    f"{text[:40]!r}: {len(ours)} ids {ours[:6]}, expected {len(theirs)} ids {theirs[:6]}"
-                )
+                found.append(f"{text[:40]!r}: {len(ours)} ids {ours[:6]}, expected {len(theirs)} ids {theirs[:6]}")
         return found
 
     def compare(self, runner: Runner, mode: str) -> list[Cell]:

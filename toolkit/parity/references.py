@@ -1,7 +1,7 @@
 """The reference models, loaded from the source checkpoint; each case runs alone and unpadded."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -31,41 +31,60 @@ def _quiet() -> Iterator[None]:
 
 
 class TransformersReference:
-    """transformers' own model with its eager attention, in one dtype."""
+    """transformers' own model in one dtype; for parity with its plain eager attention."""
 
-    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
         from transformers import AutoModel
 
         with _quiet():
-            self._model: Any = AutoModel.from_pretrained(
+            self.model: Any = AutoModel.from_pretrained(
                 str(root),
                 dtype=dtype,
                 attn_implementation="eager",
                 trust_remote_code=False,
                 local_files_only=True,
             )
-        self._model.to(device).eval()
+        self.model.to(device).eval()
         self._device, self._dtype = device, dtype
 
     def table(self, ids: Sequence[int]) -> Tensor:
         """The model's own embedding of token ids: [tokens, width]."""
         with torch.inference_mode():
-            return self._model.get_input_embeddings()(torch.tensor(ids, device=self._device))
+            return self.model.get_input_embeddings()(torch.tensor(ids, device=self._device))
 
     def states(self, embeds: Tensor, segments: Sequence[int]) -> Tensor:
         """Token states of one sequence given as embeddings [tokens, width]: [tokens, hidden], on the CPU."""
         with torch.inference_mode():
-            output = self._model(
+            output = self.model(
                 inputs_embeds=embeds.to(self._device, self._dtype)[None],
                 token_type_ids=torch.tensor([list(segments)], device=self._device),
             )
         return output.last_hidden_state[0].cpu()
 
+    def padded(self, ids: Sequence[Sequence[int]], size: int) -> Callable[[], None]:
+        """Return a run over padded batches of `size` sequences, sorted by length; inputs are moved beforehand."""
+        from torch.nn.utils.rnn import pad_sequence
+
+        tensors = [torch.tensor(sequence) for sequence in sorted(ids, key=len, reverse=True)]
+        batches: list[dict[str, Tensor]] = []
+        for start in range(0, len(tensors), size):
+            members = tensors[start : start + size]
+            mask = pad_sequence([torch.ones_like(member) for member in members], batch_first=True)
+            padded = pad_sequence(members, batch_first=True)
+            batches.append({"input_ids": padded.to(self._device), "attention_mask": mask.to(self._device)})
+
+        def run() -> None:
+            with torch.inference_mode():
+                for batch in batches:
+                    self.model(**batch)
+
+        return run
+
 
 class SentenceTransformersReference:
     """`SentenceTransformer` on the source checkpoint, in one dtype, one text at a time."""
 
-    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
         if find_spec("sentence_transformers") is None:
             raise MissingDependencyError(
                 "parity needs sentence-transformers: pip install 'dualgraph-toolkit[reference]', or pass --no-verify"
@@ -76,7 +95,7 @@ class SentenceTransformersReference:
             self._model: Any = SentenceTransformer(
                 str(root),
                 device=str(device),
-                model_kwargs={"dtype": dtype, "attn_implementation": "eager"},
+                model_kwargs={"dtype": dtype, "attn_implementation": attention},
                 trust_remote_code=False,
                 local_files_only=True,
             )
@@ -97,9 +116,11 @@ class SentenceTransformersReference:
 
     def vector(self, text: str, prompt: str) -> Tensor:
         """`encode` of one text: [dim], on the CPU."""
-        return self._model.encode([text], prompt=prompt, convert_to_tensor=True, show_progress_bar=False)[
-            0
-        ].cpu()
+        return self._model.encode([text], prompt=prompt, convert_to_tensor=True, show_progress_bar=False)[0].cpu()
+
+    def vectors(self, texts: list[str], batch_size: int) -> Tensor:
+        """`encode` of many texts: float32 [texts, dim], on the CPU."""
+        return self._model.encode(texts, batch_size=batch_size, convert_to_tensor=True).float().cpu()
 
     def _features(self, text: str, prompt: str) -> dict[str, Tensor]:
         features = self._model.preprocess([text], prompt=prompt)

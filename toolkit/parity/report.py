@@ -58,7 +58,9 @@ class ParityReport:
     def summary(self) -> str:
         """One line: the verdict, and the worst miss if there is one."""
         if self.tokenizer:
-            return f"parity failed: {len(self.tokenizer)} of {self.texts} texts tokenize differently ({self.tokenizer[0]})"
+            return (
+                f"parity failed: {len(self.tokenizer)} of {self.texts} texts tokenize differently ({self.tokenizer[0]})"
+            )
         misses = [cell for cell in self.cells if not cell.passed]
         if not misses:
             return f"parity passed: {len(self.cells)} comparisons, tokenizer equal on {self.texts} texts"

@@ -1,0 +1,151 @@
+"""On the GPU: parity in every mode, and that a captured graph is never wrong, whatever came before it."""
+
+import random
+from pathlib import Path
+
+import pytest
+import torch
+
+import toolkit
+from tests.tiny import make_checkpoint
+from toolkit import MixedPrompt, PromptEmbeds, TokenIds
+from toolkit.attention import BACKENDS
+from toolkit.graphs import GraphPair
+from toolkit.inputs import Row, check_row
+from toolkit.parity import verify_folder
+from toolkit.registry import all_recipes
+from toolkit.runner import Runner
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("model_type", [entry.recipe.model_type for entry in all_recipes()])
+def test_parity_in_every_mode(model_type: str, dtype: str, tmp_path: Path) -> None:
+    recipe = next(entry.recipe for entry in all_recipes() if entry.recipe.model_type == model_type)
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", recipe)
+    report = toolkit.convert(str(checkpoint), tmp_path / "out", dtype=dtype, device="cuda").parity
+    assert report.passed, report.summary()
+    assert {cell.mode for cell in report.cells} == {"eager", "compile", "graph"}
+
+
+def random_rows(runner: Runner, draw: random.Random, count: int, embeds: bool) -> list[Row]:
+    rows: list[Row] = []
+    for _ in range(count):
+        ids = [draw.randrange(runner.limits.vocab_size) for _ in range(draw.randint(1, runner.limits.length))]
+        segments = [draw.randrange(runner.limits.segments) for _ in ids]
+        if embeds and draw.random() < 0.7:
+            cut = draw.randint(0, len(ids))
+            table = runner.embed_tokens(ids)
+            parts: list[TokenIds | PromptEmbeds] = []
+            if cut:
+                parts.append(TokenIds(ids[:cut], segments[:cut]))
+            if cut < len(ids):
+                parts.append(PromptEmbeds(table[cut:] + 0.25, segments[cut:]))
+            rows.append(check_row(MixedPrompt(parts), runner.limits, "row"))
+        else:
+            rows.append(check_row(TokenIds(ids, segments), runner.limits, "row"))
+    return rows
+
+
+def test_poisoned_replays_equal_compiled_runs(cuda_artifact: Path) -> None:
+    """K3, K4: poisoned buffers, random buckets, both graphs interleaved, foreign work between, re-capture."""
+    graphs = toolkit.load(cuda_artifact, device="cuda", mode="graph")
+    direct = toolkit.load(cuda_artifact, device="cuda", mode="compile")
+    pair = graphs._executor
+    assert isinstance(pair, GraphPair)
+    draw = random.Random(0)
+    tolerance = 1e-5 if direct.limits.dtype == torch.float32 else 0.05
+    for step in range(200):
+        rows = random_rows(graphs, draw, draw.choice([1, 2, 3, 9, 30, 90]), embeds=draw.random() < 0.5)
+        batch = graphs.pack(rows)
+        pair.poison()
+        ours = graphs.run(batch)
+        torch.randn(1000, 1000, device="cuda").matmul(torch.randn(1000, 1000, device="cuda"))
+        theirs = direct.run(batch)
+        assert torch.isfinite(ours.states).all()
+        assert (ours.states - theirs.states).abs().max() <= tolerance
+        assert (ours.vectors - theirs.vectors).abs().max() <= tolerance
+        if step == 100:
+            pair.drop("embeds")
+    stats = graphs.stats
+    assert stats.graph_hits
+    assert stats.embeds_graph_hits
+    assert stats.eager_fallbacks == 0
+    assert stats.recompiles == direct.stats.recompiles == 0
+
+
+def test_replays_are_bitwise_repeatable(cuda_artifact: Path) -> None:
+    graphs = toolkit.load(cuda_artifact, device="cuda", mode="graph")
+    rows = random_rows(graphs, random.Random(1), 20, embeds=True)
+    batch = graphs.pack(rows)
+    first = graphs.run(batch)
+    graphs.run(graphs.pack(random_rows(graphs, random.Random(2), 60, embeds=True)))
+    second = graphs.run(batch)
+    assert torch.equal(first.states, second.states)
+    assert torch.equal(first.vectors, second.vectors)
+
+
+def test_results_own_their_memory(cuda_artifact: Path) -> None:
+    """K2: a later replay does not change an earlier result."""
+    runner = toolkit.load(cuda_artifact, device="cuda", mode="graph")
+    draw = random.Random(3)
+    batches = [runner.pack(random_rows(runner, draw, 4, embeds=k % 2 == 1)) for k in range(50)]
+    results = [runner.run(batch) for batch in batches]
+    copies = [result.states.clone() for result in results]
+    for batch in reversed(batches):
+        runner.run(batch)
+    for result, copy in zip(results, copies, strict=True):
+        assert torch.equal(result.states, copy)
+
+
+def test_an_oversized_batch_is_counted_and_right(cuda_artifact: Path) -> None:
+    graphs = toolkit.load(cuda_artifact, device="cuda", mode="graph", batch_tokens=32)
+    direct = toolkit.load(cuda_artifact, device="cuda", mode="compile")
+    batch = graphs.pack(random_rows(graphs, random.Random(4), 12, embeds=False))
+    assert batch.tokens > 32
+    ours, theirs = graphs.run(batch), direct.run(batch)
+    assert graphs.stats.eager_fallbacks == 1
+    assert torch.equal(ours.vectors, theirs.vectors)
+
+
+def test_memory_is_flat(cuda_artifact: Path) -> None:
+    runner = toolkit.load(cuda_artifact, device="cuda", mode="graph")
+    draw = random.Random(5)
+    batches = [runner.pack(random_rows(runner, draw, draw.randint(1, 60), embeds=k % 3 == 0)) for k in range(20)]
+    for batch in batches * 2:
+        runner.run(batch)
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    for batch in batches * 20:
+        runner.run(batch)
+    torch.cuda.synchronize()
+    assert torch.cuda.memory_allocated() == before
+
+
+@pytest.mark.parametrize("name", [backend.name for backend in BACKENDS if backend.device == "cuda"])
+def test_every_backend_that_is_there(name: str, bert_checkpoint: Path, tmp_path: Path) -> None:
+    backend = next(b for b in BACKENDS if b.name == name)
+    if backend.why_unavailable() is not None:
+        pytest.skip(str(backend.why_unavailable()))
+    toolkit.convert(str(bert_checkpoint), tmp_path / "out", dtype="bfloat16", verify=False)
+    ours = toolkit.load(tmp_path / "out", device="cuda", mode="graph", attention=name)
+    assert ours.attention == name
+    exact = toolkit.load(tmp_path / "out", device="cpu", mode="eager")
+    inputs = [TokenIds(list(range(1, n))) for n in (2, 3, 9, 20, 25)]
+    for a, b in zip(ours.token_states(inputs), exact.token_states(inputs), strict=True):
+        assert (a - b).abs().max() < 0.25
+
+
+def test_load_chooses_graphs(cuda_artifact: Path) -> None:
+    runner = toolkit.load(cuda_artifact)
+    assert (runner.mode, runner.device.type) == ("graph", "cuda")
+
+
+def test_verify_catches_a_changed_weight(bert_checkpoint: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    toolkit.convert(str(bert_checkpoint), tmp_path / "out", dtype="bfloat16", verify=False)
+    file = tmp_path / "out" / "model.safetensors"
+    weights = load_file(file)
+    weights["blocks.1.mlp.down.bias"][3] += 1.0
+    save_file(weights, file, {"format": "pt"})
+    assert not verify_folder(tmp_path / "out", bert_checkpoint, device="cuda", modes=["graph"]).passed

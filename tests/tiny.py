@@ -1,0 +1,125 @@
+"""Tiny, heated checkpoints, built from a recipe's own test configuration.
+
+Default initialisation hides defects: scores and pre-activations near zero make masks, scales and activations
+look alike. So query and key weights are scaled up, the MLP's input too, and every bias and norm is random.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+
+from toolkit.recipe import Recipe
+
+WORDS = "the quick brown fox jumps over lazy dog a b c d e f query doc text one two three".split()
+SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+
+
+def heat(model: torch.nn.Module, seed: int = 0) -> None:
+    draw = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            if parameter.dim() == 1:
+                norm_weight = "LayerNorm" in name and name.endswith("weight")
+                parameter.copy_(1 + 0.3 * noise if norm_weight else 0.3 * noise)
+            elif "query" in name or "key" in name:
+                parameter.copy_(noise * 0.02 * 12)
+            elif "intermediate" in name:
+                parameter.copy_(noise * 0.02 * 15)
+            elif "embeddings" in name:
+                parameter.copy_(noise * 0.5)
+            else:
+                parameter.copy_(noise * 0.1)
+
+
+def make_tokenizer(
+    *, special_tokens: bool = True, lower_case: bool = False, segments: bool = True, limit: int = 10**30
+) -> PreTrainedTokenizerFast:
+    """WordLevel over a few words; `segments` makes it emit token_type_ids."""
+    vocab = {word: number for number, word in enumerate([*SPECIALS, *WORDS])}
+    backend = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
+    if lower_case:
+        backend.normalizer = normalizers.Lowercase()  # type: ignore[assignment]
+    if special_tokens:
+        backend.post_processor = processors.TemplateProcessing(  # type: ignore[assignment]
+            single="[CLS] $A [SEP]",
+            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+        )
+    names = ["input_ids", "attention_mask"] + (["token_type_ids"] if segments else [])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token="[PAD]",
+        unk_token="[UNK]",
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        mask_token="[MASK]",
+        model_max_length=limit,
+        model_input_names=names,
+    )
+
+
+def make_checkpoint(
+    folder: Path,
+    recipe: Recipe,
+    *,
+    overrides: Mapping[str, Any] | None = None,
+    pooling: str | None = "mean",
+    normalize: bool = True,
+    tokenizer: PreTrainedTokenizerFast | None = None,
+    sentence_config: Mapping[str, Any] | None = None,
+    prompts: Mapping[str, Any] | None = None,
+    seed: int = 0,
+) -> Path:
+    """Write a checkpoint folder; `pooling=None` leaves the sentence-transformers files out."""
+    folder.mkdir(parents=True, exist_ok=True)
+    torch.manual_seed(seed)
+    raw = {**recipe.tiny, **(overrides or {})}
+    config = AutoConfig.for_model(**raw)
+    model = AutoModel.from_config(config)
+    heat(model, seed)
+    model.save_pretrained(folder)
+    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    if pooling is not None:
+        library = "sentence_transformers.models."
+        modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")][: 3 if normalize else 2]
+        write_json(
+            folder / "modules.json",
+            [
+                {"idx": k, "name": str(k), "path": path, "type": library + kind}
+                for k, (path, kind) in enumerate(modules)
+            ],
+        )
+        write_json(
+            folder / "1_Pooling" / "config.json",
+            {"word_embedding_dimension": config.hidden_size, f"pooling_mode_{POOLING_KEYS[pooling]}": True},
+        )
+        write_json(folder / "sentence_bert_config.json", dict(sentence_config or {}))
+    if prompts is not None:
+        write_json(folder / "config_sentence_transformers.json", prompts)
+    return folder
+
+
+POOLING_KEYS = {"mean": "mean_tokens", "cls": "cls_token", "max": "max_tokens"}
+
+
+def write_json(file: Path, data: object) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(data), encoding="utf-8")
+
+
+def edit_json(file: Path, **changes: Any) -> None:
+    """Set fields of a JSON file; `...` removes one."""
+    data = json.loads(file.read_text(encoding="utf-8"))
+    for key, value in changes.items():
+        if value is ...:
+            data.pop(key, None)
+        else:
+            data[key] = value
+    write_json(file, data)
