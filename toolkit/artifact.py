@@ -80,8 +80,17 @@ class Manifest:
                 "tokenizer": TokenizerSpec(**data["tokenizer"]),
             }
             return cls(**{**data, **parts})
-        except (KeyError, TypeError) as error:
+        except (KeyError, TypeError, AttributeError) as error:
             raise ArtifactError(f"{MANIFEST} is damaged ({error}): convert again") from None
+
+    def check(self) -> None:
+        """Raise ArtifactError if the limits contradict each other: a position beyond its table would be read."""
+        table = self.spec.embedding.positions - self.spec.embedding.position_start
+        if not 1 <= self.tokenizer.limit <= self.usable_length == self.spec.usable_length <= table:
+            raise ArtifactError(
+                f"{MANIFEST}: limits contradict each other (texts {self.tokenizer.limit}, sequences "
+                f"{self.usable_length}, positions {table}): convert again"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +114,9 @@ class Artifact:
             data = parse_json((folder / MANIFEST).read_bytes(), MANIFEST)
         except CheckpointError as error:
             raise ArtifactError(str(error)) from None
-        return cls(folder=folder, manifest=Manifest.from_dict(data))
+        manifest = Manifest.from_dict(data)
+        manifest.check()
+        return cls(folder=folder, manifest=manifest)
 
     @property
     def dtype(self) -> torch.dtype:

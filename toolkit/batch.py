@@ -88,14 +88,21 @@ def pack(rows: Sequence[Row], position_start: int) -> PackedBatch:
     cu_seqlens = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
     positions = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths) + position_start
-    empty = np.zeros(0, np.int32)
     return PackedBatch(
-        ids=torch.from_numpy(np.concatenate([empty, *(row.ids for row in rows)])),
-        positions=torch.from_numpy(positions.astype(np.int32)),
-        segments=torch.from_numpy(np.concatenate([empty, *(row.segments for row in rows)])),
-        cu_seqlens=torch.from_numpy(cu_seqlens),
+        ids=_joined([row.ids for row in rows]),
+        positions=_joined([positions]),
+        segments=_joined([row.segments for row in rows]),
+        cu_seqlens=_joined([cu_seqlens]),
         max_len=torch.tensor([lengths.max(initial=0)], dtype=torch.int32),
     )
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> Tensor:
+    """Concatenate into an int32 tensor of stride 1; torch.from_numpy gives empty arrays a stride of 0."""
+    joined = torch.empty(sum(map(len, arrays)), dtype=torch.int32)
+    if arrays:
+        np.concatenate(arrays, out=joined.numpy(), casting="same_kind")
+    return joined
 
 
 def pack_embeds(

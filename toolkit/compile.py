@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
+from torch._dynamo.exc import BackendCompilerFailed
 
 from toolkit.errors import BoundaryError, MissingDependencyError
 
@@ -142,11 +143,20 @@ class CompiledEntryPoint:
         return torch._dynamo.lookup_backend(self._backend)(module, example_inputs)
 
     def __call__(self, *args: Tensor) -> Tensor:
-        """Run the compiled graph; the first call compiles."""
+        """Run the compiled graph; the first call compiles.
+
+        Raises:
+            BoundaryError: what was traced leaves an embedding table outside.
+        """
         for k in self._dynamic:
             self._mark(args[k], 0)
         with torch.inference_mode():
-            return self._compiled(*args)
+            try:
+                return self._compiled(*args)
+            except BackendCompilerFailed as error:
+                if isinstance(error.inner_exception, BoundaryError):
+                    raise error.inner_exception from None
+                raise
 
 
 def compile_entry_point(model: nn.Module, name: str, sizes: Sizes, backend: str = "inductor") -> CompiledEntryPoint:

@@ -1,19 +1,15 @@
 """`toolkit convert`: checkpoint → recipe → weights → artifact, verified before it is put in place."""
 
 import json
-import platform
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
 
-import toolkit
 from toolkit.artifact import MANIFEST, SCHEMA, Manifest, atomic_folder, refuse_occupied
 from toolkit.attention import choose_backend
 from toolkit.checkpoint import Checkpoint, open_checkpoint
@@ -22,9 +18,10 @@ from toolkit.nn.model import build_encoder, part_shapes
 from toolkit.pipeline import read_pipeline
 from toolkit.registry import RegisteredRecipe, find_recipe
 from toolkit.tokenizer import TokenizerSpec, read_tokenizer, text_limit
+from toolkit.versions import library_versions
 from toolkit.weights import load_weights
 
-__all__ = ["TASKS", "ConversionReport", "convert", "library_versions"]
+__all__ = ["TASKS", "ConversionReport", "convert"]
 
 TASKS = ("embed", "rerank", "classify", "token-classify", "sparse", "multi-vector", "generate")
 DTYPES = ("float32", "float16", "bfloat16")
@@ -208,22 +205,3 @@ def _write(
     except OSError as error:
         raise ArtifactError(f"cannot write {folder.parent}: {error.strerror or error}") from None
     return manifest
-
-
-def library_versions() -> dict[str, str]:
-    """Versions of what takes part in a conversion."""
-    found = {"toolkit": toolkit.__version__, "python": platform.python_version(), "platform": sys.platform}
-    for name in (
-        "torch",
-        "transformers",
-        "tokenizers",
-        "safetensors",
-        "sentence-transformers",
-        "onnxruntime",
-        "triton",
-    ):
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found

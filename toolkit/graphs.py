@@ -10,6 +10,7 @@ Shape suffixes: T tokens, S sequences, D hidden size, V vector size.
 
 import bisect
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -42,6 +43,11 @@ class Bucket:
     max_len: int
 
 
+@functools.cache
+def _bucket(tokens: int, sequences: int, max_len: int) -> Bucket:
+    return Bucket(tokens=tokens, sequences=sequences, max_len=max_len)
+
+
 @dataclass(frozen=True, kw_only=True)
 class BucketLadder:
     """The buckets there can be.
@@ -67,22 +73,19 @@ class BucketLadder:
 
     def find(self, tokens: int, sequences: int, max_len: int) -> Bucket | None:
         """Return the smallest bucket that holds such a batch, or None."""
-        k = bisect.bisect_left(self.tokens, max(tokens, 1))
+        k = bisect.bisect_left(self.tokens, tokens)
         if k == len(self.tokens) or max_len > self.longest:
             return None
         size = self.tokens[k]
         for ratio in self.tokens_per_sequence:
             if sequences <= self._sequences(size, ratio):
-                return Bucket(tokens=size, sequences=self._sequences(size, ratio), max_len=self._length(size, max_len))
+                return _bucket(size, self._sequences(size, ratio), self._length(size, max_len))
         return None
 
     def default(self) -> list[Bucket]:
         """One bucket for each token count, largest first: sequences of middling number, any length."""
         ratio = self.tokens_per_sequence[len(self.tokens_per_sequence) // 3]
-        return [
-            Bucket(tokens=n, sequences=self._sequences(n, ratio), max_len=self._length(n, self.longest))
-            for n in reversed(self.tokens)
-        ]
+        return [_bucket(n, self._sequences(n, ratio), self._length(n, self.longest)) for n in reversed(self.tokens)]
 
     @staticmethod
     def _sequences(tokens: int, ratio: int) -> int:
@@ -109,31 +112,40 @@ class GraphStats:
 
 
 class _Inputs:
-    """The persistent input buffers of one bucket. All integers share one buffer: one copy writes them all."""
+    """The persistent input buffers of one bucket.
+
+    The small ones share one block of bytes with a mirror on the host: a single copy writes them all, tail
+    included, at every replay.
+    """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        tokens, sequences = bucket.tokens, bucket.sequences
-        sizes = [tokens, tokens, tokens, sequences + 1]
-        pinned = device.type == "cuda"
-        self._host = torch.zeros(sum(sizes), dtype=torch.int32, pin_memory=pinned)
-        self._device = torch.zeros(sum(sizes), dtype=torch.int32, device=device)
-        self._writers = [part.numpy() for part in self._host.split(sizes)]
-        self.ids, self.positions, self.segments, self.cu_seqlens = self._device.split(sizes)
+        sizes = [4 * bucket.tokens] * 3 + [4 * (bucket.sequences + 1), bucket.tokens]
+        on_gpu = device.type == "cuda"
+        self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
+        self._block = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        *integers, selector = self._block.split(sizes)
+        self.ids, self.positions, self.segments, self.cu_seqlens = (part.view(torch.int32) for part in integers)
+        self.is_embed = selector.view(torch.bool)
         self.max_len = torch.tensor([bucket.max_len], dtype=torch.int32)
-        self._copied = torch.cuda.Event() if pinned else None
+        *integers, selector = self._host.split(sizes)
+        self._per_token = [part.view(torch.int32).numpy() for part in integers[:3]]
+        self._offsets, self._selector = integers[3].view(torch.int32).numpy(), selector.view(torch.bool).numpy()
 
     def write(self, batch: PackedBatch) -> None:
-        """Write the batch and reset the tail: id, position and segment 0, empty sequences at the end."""
+        """Write the batch and reset the tail: id, position and segment 0, empty sequences, nothing selected."""
         if self._copied is not None:
-            self._copied.synchronize()  # the previous copy may still be reading the host buffer
-        *per_token, cu_seqlens = self._writers
+            self._copied.synchronize()  # the previous copy may still be reading the host's mirror
         tokens, offsets = batch.tokens, batch.sequences + 1
-        for buffer, values in zip(per_token, (batch.ids, batch.positions, batch.segments), strict=True):
+        for buffer, values in zip(self._per_token, (batch.ids, batch.positions, batch.segments), strict=True):
             buffer[:tokens] = values.numpy()
             buffer[tokens:] = 0
-        cu_seqlens[:offsets] = batch.cu_seqlens.numpy()
-        cu_seqlens[offsets:] = tokens
-        self._device.copy_(self._host, non_blocking=True)
+        self._offsets[:offsets] = batch.cu_seqlens.numpy()
+        self._offsets[offsets:] = tokens
+        if isinstance(batch, EmbedsBatch):
+            self._selector[:tokens] = batch.is_embed.numpy()
+            self._selector[tokens:] = False
+        self._block.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
 
@@ -142,23 +154,21 @@ class _Inputs:
 
     def poison(self) -> None:
         """Fill every buffer with values that must not survive a write (a test and canary aid)."""
-        self._device.fill_(2**31 - 1)
+        self._block.fill_(0x7F)
+        self.is_embed.fill_(True)
 
 
 class _EmbedsInputs(_Inputs):
-    """Adds the embeddings and their selector. Unselected rows of `embeds` may hold anything, NaN included."""
+    """Adds the embeddings. Rows that are not selected may hold anything, NaN included."""
 
     def __init__(self, bucket: Bucket, device: torch.device, width: int, dtype: torch.dtype) -> None:
         super().__init__(bucket, device)
         self.embeds = torch.zeros(bucket.tokens, width, dtype=dtype, device=device)
-        self.is_embed = torch.zeros(bucket.tokens, dtype=torch.bool, device=device)
 
     def write(self, batch: PackedBatch) -> None:
         assert isinstance(batch, EmbedsBatch)
         super().write(batch)
         self.embeds[: batch.tokens].copy_(batch.embeds)
-        self.is_embed[: batch.tokens].copy_(batch.is_embed)
-        self.is_embed[batch.tokens :].zero_()
 
     def tensors(self) -> tuple[Tensor, ...]:
         return *super().tensors(), self.embeds, self.is_embed
@@ -166,7 +176,6 @@ class _EmbedsInputs(_Inputs):
     def poison(self) -> None:
         super().poison()
         self.embeds.fill_(float("nan"))
-        self.is_embed.fill_(True)
 
 
 class _CudaReplay:
@@ -277,20 +286,42 @@ class GraphPair:
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
 
+    def prepare(self, batch: PackedBatch) -> Callable[[], GraphOutput]:
+        """Write a batch into its bucket's buffers, and return the bare replay: for measuring and inspection.
+
+        What the replay returns are the static outputs: the next replay overwrites them, and rows beyond the
+        batch's are garbage.
+
+        Raises:
+            GraphError: the batch fits no bucket.
+        """
+        with torch.inference_mode(), self._on_device():
+            graph = self._find(batch)
+            if graph is None:
+                raise GraphError(f"a batch of {batch.tokens} tokens and {batch.sequences} sequences fits no bucket")
+            graph.inputs.write(batch)
+        return graph.replay
+
     def _replay(self, batch: PackedBatch) -> GraphOutput:
-        """Static outputs of the batch's bucket, valid until the next replay; rows beyond the batch's are garbage."""
-        bucket = self.ladder.find(batch.tokens, batch.sequences, int(batch.max_len))
+        """Static outputs of the batch's bucket, valid until the next replay."""
         mixed = isinstance(batch, EmbedsBatch)
-        if bucket is None:
+        graph = self._find(batch)
+        if graph is None:
             self.stats.eager_fallbacks += 1
             return (self._run_embeds if mixed else self._run_ids)(*batch.to(self._device).args())
-        graph = self._embeds_graph(bucket) if mixed else self._ids_graph(bucket)
         if mixed:
             self.stats.embeds_graph_hits += 1
         else:
             self.stats.graph_hits += 1
         graph.inputs.write(batch)
         return graph.replay()
+
+    def _find(self, batch: PackedBatch) -> "_CudaReplay | _CheckedReplay | None":
+        """The graph for a batch, captured now if it is the bucket's first; None if no bucket fits."""
+        bucket = self.ladder.find(batch.tokens, batch.sequences, int(batch.max_len))
+        if bucket is None:
+            return None
+        return self._embeds_graph(bucket) if isinstance(batch, EmbedsBatch) else self._ids_graph(bucket)
 
     def poison(self) -> None:
         """Overwrite every static input with garbage; a following `run` must not notice."""

@@ -183,7 +183,7 @@ class Runner:
     @property
     def stats(self) -> RunnerStats:
         """A snapshot of the counters."""
-        captured = self._executor.captured if isinstance(self._executor, GraphPair) else {}
+        captured = self.graphs.captured if self.graphs is not None else {}
         cuda = self.device.type == "cuda"
         return RunnerStats(
             mode=self.mode,
@@ -200,10 +200,15 @@ class Runner:
             },
         )
 
+    @property
+    def graphs(self) -> GraphPair | None:
+        """The graphs of mode graph; None in the other modes."""
+        return self._executor if isinstance(self._executor, GraphPair) else None
+
     def warm_up(self) -> None:
         """Compile and capture ahead of the first request, for batches of token ids."""
-        if isinstance(self._executor, GraphPair):
-            self._executor.warm_up()
+        if self.graphs is not None:
+            self.graphs.warm_up()
         else:
             self._executor.run(self.pack([check_row(TokenIds([0]), self.limits, "warm-up")]))
 

@@ -39,14 +39,16 @@ class Pooler(nn.Module):
 
     def __init__(self, pooling: str, normalize: bool, device: torch.device) -> None:
         super().__init__()
-        self.pool = POOLINGS[pooling]
+        self.pool, self.normalize = POOLINGS[pooling], normalize
+        self.pool_fused: Callable[[Tensor, Tensor, bool], Tensor] | None = None
         if pooling == "mean" and device.type == "cuda" and find_spec("triton") is not None:
-            from toolkit.nn.pooling_triton import mean as mean_triton
+            from toolkit.nn.pooling_triton import pool_mean
 
-            self.pool = mean_triton
-        self.normalize = normalize
+            self.pool_fused = pool_mean
 
     def forward(self, states_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
         """[T, D] → float32 [S, D]."""
+        if self.pool_fused is not None:
+            return self.pool_fused(states_TD, cu_seqlens, self.normalize)
         vectors_SD = self.pool(states_TD, cu_seqlens)
         return F.normalize(vectors_SD, dim=-1) if self.normalize else vectors_SD

@@ -20,6 +20,7 @@ from toolkit.parity.references import SentenceTransformersReference, Transformer
 from toolkit.parity.report import Cell, ParityReport
 from toolkit.parity.rule import TOLERANCES, bound, max_abs
 from toolkit.runner import MODES, Runner, load, resolve_device
+from toolkit.versions import library_versions
 
 __all__ = ["find_source", "verify", "verify_folder"]
 
@@ -155,7 +156,7 @@ def verify_folder(
         tokenizer=tuple(different),
         texts=len(texts.texts),
         notes=notes,
-        versions=artifact.manifest.versions,
+        versions=library_versions(),
     )
 
 

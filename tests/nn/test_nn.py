@@ -1,0 +1,114 @@
+import copy
+from itertools import pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from toolkit.nn.embeddings import Embeddings
+from toolkit.nn.linear import (
+    ActivatedLinear,
+    FusedLinear,
+    PackedLinear,
+    apply_activation,
+    can_pack,
+    pack_linears,
+)
+from toolkit.nn.pooling import POOLINGS, Pooler
+from toolkit.spec import Activation, EmbeddingSpec, NormSpec
+
+CPU = torch.device("cpu")
+
+
+def embeddings(segments: int = 3) -> Embeddings:
+    torch.manual_seed(0)
+    norm = NormSpec(eps=1e-3)
+    return Embeddings(
+        EmbeddingSpec(vocab_size=11, width=6, positions=9, position_start=0, segments=segments, norm=norm)
+    )
+
+
+def test_unselected_nan_never_spreads() -> None:
+    """K3: the selector selects; a blend would turn 0 × NaN into NaN."""
+    layer = embeddings()
+    ids, positions, segments = (torch.tensor(x, dtype=torch.int32) for x in ([1, 2, 3], [0, 1, 2], [0, 2, 1]))
+    embeds = torch.full((3, 6), float("nan"))
+    embeds[1] = layer.token.weight[5]
+    mixed = layer.from_embeds(embeds, torch.tensor([False, True, False]), ids, positions, segments)
+    plain = layer.from_ids(torch.tensor([1, 5, 3], dtype=torch.int32), positions, segments)
+    assert torch.equal(mixed, plain)
+
+
+def test_embeds_path_equals_ids_path_bitwise() -> None:
+    """L1: the seam is the token table's output."""
+    layer = embeddings()
+    ids, positions, segments = (torch.tensor(x, dtype=torch.int32) for x in ([1, 2, 3], [0, 1, 2], [0, 2, 1]))
+    embeds = layer.token(ids)
+    by_embeds = layer.from_embeds(embeds, torch.ones(3, dtype=torch.bool), torch.zeros_like(ids), positions, segments)
+    assert torch.equal(by_embeds, layer.from_ids(ids, positions, segments))
+
+
+@pytest.mark.parametrize("activation", ["gelu", "gelu_tanh", "relu", "silu", "tanh"])
+def test_packed_linear_equals_the_plain_one(activation: Activation) -> None:
+    if not can_pack(CPU, torch.float32):
+        pytest.skip("this torch has no oneDNN")
+    torch.manual_seed(0)
+    plain = ActivatedLinear(24, 40, True, activation)
+    packed = PackedLinear(plain)
+    for rows in (0, 1, 2, 17, 300):
+        x = torch.randn(rows, 24) * 3
+        exact = apply_activation(x.double() @ plain.weight.double().T + plain.bias.double(), activation)
+        assert packed(x).shape == (rows, 40)
+        assert (packed(x) - exact).abs().max().item() < 1e-5 if rows else True
+
+
+def test_activations_are_what_transformers_means() -> None:
+    from transformers.activations import ACT2FN
+
+    x = torch.linspace(-6, 6, 101, dtype=torch.float64)
+    names = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu"}
+    names |= {"silu": "silu", "swish": "silu", "tanh": "tanh"}
+    for theirs, ours in names.items():
+        assert torch.allclose(ACT2FN[theirs](x), apply_activation(x, ours), atol=1e-12), theirs  # type: ignore[arg-type]
+
+
+def test_pack_linears_reaches_every_layer_and_keeps_the_function() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(FusedLinear(8, (4, 2, 2), True), nn.Sequential(nn.Linear(8, 8, bias=False)))
+    packed = copy.deepcopy(model)
+    pack_linears(packed)
+    assert not [m for m in packed.modules() if isinstance(m, nn.Linear)]
+    x = torch.randn(5, 8)
+    assert torch.allclose(packed(x), model(x), atol=1e-6)
+
+
+def test_packing_is_for_float32_on_the_cpu_only() -> None:
+    assert not can_pack(CPU, torch.bfloat16)
+    assert not can_pack(torch.device("cuda"), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("pooling", sorted(POOLINGS))
+def test_pooling_per_sequence_in_float32(pooling: str, dtype: torch.dtype) -> None:
+    """M1, B2: float32 accumulation, garbage in the tail and empty sequences reach nothing."""
+    states = (torch.randn(4000, 8, generator=torch.Generator().manual_seed(0)) + 50).to(dtype)
+    offsets = torch.tensor([0, 3, 3, 4, 3990, 3990], dtype=torch.int32)
+    states[3990:] = float("nan")
+    vectors = Pooler(pooling, False, CPU)(states, offsets)
+    assert vectors.dtype == torch.float32
+    for k, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        rows = states[begin:end].double()
+        exact = torch.zeros(8).double() if begin == end else rows.mean(0) if pooling == "mean" else rows[0]
+        assert torch.allclose(vectors[k].double(), exact, atol=1e-4), k
+
+
+def test_pooling_of_no_sequences() -> None:
+    for pooling in POOLINGS:
+        assert Pooler(pooling, True, CPU)(torch.randn(3, 4), torch.zeros(1, dtype=torch.int32)).shape == (0, 4)
+
+
+def test_normalisation_keeps_zero_vectors_finite() -> None:
+    """E3."""
+    vectors = Pooler("mean", True, CPU)(torch.randn(2, 4), torch.tensor([0, 0, 2], dtype=torch.int32))
+    assert vectors[0].tolist() == [0, 0, 0, 0]
+    assert vectors[1].norm().item() == pytest.approx(1)

@@ -1,0 +1,194 @@
+"""The same GraphPair as on CUDA, with a checked replay: everything but the capture itself is tested here."""
+
+import random
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.helpers import CPU, random_rows, tiny_model
+from toolkit.batch import PackedBatch, pack, pack_embeds
+from toolkit.errors import GraphError
+from toolkit.graphs import Bucket, BucketLadder, GraphOutput, GraphPair
+from toolkit.nn.model import Encoder
+from toolkit.nn.pooling import Pooler
+
+
+def make_pair(model: Encoder, max_tokens: int = 96) -> GraphPair:
+    pooler = Pooler("mean", True, CPU)
+
+    def with_pooling(name: str):
+        def run(*args: torch.Tensor) -> GraphOutput:
+            states = getattr(model, name)(*args)
+            return GraphOutput(states=states, vectors=pooler(states, args[3]))
+
+        return run
+
+    return GraphPair(
+        with_pooling("forward_ids"),
+        with_pooling("forward_embeds"),
+        ladder=BucketLadder.up_to(max_tokens, model.spec.usable_length),
+        width=model.spec.hidden,
+        dtype=torch.float32,
+        device=CPU,
+    )
+
+
+def make_batch(model: Encoder, lengths: list[int], *, embeds: bool, seed: int = 0) -> PackedBatch:
+    rows = random_rows(lengths, model.spec.embedding.vocab_size, seed)
+    if not embeds:
+        return pack(rows, 0)
+    batch = pack_embeds(rows, 0, model.spec.hidden, torch.float32, CPU)
+    values = torch.randn(batch.tokens, model.spec.hidden, generator=torch.Generator().manual_seed(seed))
+    selected = torch.arange(batch.tokens) % 2 == seed % 2
+    return replace(batch, embeds=values.masked_fill(~selected[:, None], float("nan")), is_embed=selected)
+
+
+def eager(model: Encoder, batch: PackedBatch) -> GraphOutput:
+    name = "forward_embeds" if len(batch.args()) == 7 else "forward_ids"
+    with torch.inference_mode():
+        states = getattr(model, name)(*batch.args())
+        return GraphOutput(states=states, vectors=Pooler("mean", True, CPU)(states, batch.cu_seqlens))
+
+
+def assert_equal(ours: GraphOutput, theirs: GraphOutput) -> None:
+    assert ours.states.shape == theirs.states.shape
+    assert ours.vectors.shape == theirs.vectors.shape
+    assert torch.isfinite(ours.states).all()
+    assert (ours.states - theirs.states).abs().max() < 1e-5
+    assert (ours.vectors - theirs.vectors).abs().max() < 1e-6
+
+
+def test_poisoned_buffers_change_nothing() -> None:
+    """K3: big batch then small, segments then none, embeds then ids; every static input is garbage in between."""
+    model, draw = tiny_model(), random.Random(0)
+    pair = make_pair(model)
+    for step in range(60):
+        lengths = [draw.randint(1, 24) for _ in range(draw.choice([1, 2, 4]))]
+        batch = make_batch(model, lengths, embeds=draw.random() < 0.5, seed=step)
+        pair.poison()
+        assert_equal(pair.run(batch), eager(model, batch))
+    assert pair.stats.graph_hits
+    assert pair.stats.embeds_graph_hits
+    assert pair.stats.eager_fallbacks == 0
+
+
+def test_every_static_input_is_written_or_reset() -> None:
+    model = tiny_model()
+    pair = make_pair(model)
+    batch = make_batch(model, [3, 2], embeds=True)
+    pair.run(batch)
+    (graph,) = pair._embeds_graphs.values()
+    pair.poison()
+    with torch.inference_mode():
+        graph.inputs.write(batch)
+    ids, positions, segments, cu_seqlens, _, embeds, is_embed = graph.inputs.tensors()
+    assert ids[5:].abs().sum() == positions[5:].abs().sum() == segments[5:].abs().sum() == 0
+    assert cu_seqlens.tolist() == [0, 3] + [5] * 7
+    assert not is_embed[5:].any()
+    assert torch.isnan(embeds[5:]).all()  # not selected: may hold anything
+
+
+def test_results_own_their_memory() -> None:
+    """K2."""
+    model = tiny_model()
+    pair = make_pair(model)
+    batches = [make_batch(model, [4, 7], embeds=k % 2 == 1, seed=k) for k in range(6)]
+    results = [pair.run(batch) for batch in batches]
+    vectors = [pair.vectors(batch) for batch in batches]
+    for batch, result, vector in zip(batches, results, vectors, strict=True):
+        assert_equal(result, eager(model, batch))
+        assert torch.equal(vector, result.vectors)
+
+
+def test_a_moved_buffer_is_refused() -> None:
+    model = tiny_model()
+    pair = make_pair(model)
+    batch = make_batch(model, [4], embeds=False)
+    pair.run(batch)
+    (graph,) = pair._ids_graphs.values()
+    graph.inputs.ids = graph.inputs.ids.clone()
+    with pytest.raises(GraphError, match="moved"):
+        pair.run(batch)
+
+
+def test_the_embeds_graph_exists_only_once_it_is_used() -> None:
+    model = tiny_model()
+    pair = make_pair(model)
+    pair.warm_up()
+    pair.run(make_batch(model, [4], embeds=False))
+    assert pair.captured["embeds"] == []
+    pair.run(make_batch(model, [4], embeds=True))
+    assert len(pair.captured["embeds"]) == 1
+    assert pair.stats.graph_hits == pair.stats.embeds_graph_hits == 1
+
+
+def test_one_path_can_be_captured_anew() -> None:
+    """K4."""
+    model = tiny_model()
+    pair = make_pair(model)
+    ids, embeds = make_batch(model, [4, 9], embeds=False), make_batch(model, [4, 9], embeds=True)
+    before = pair.run(ids), pair.run(embeds)
+    pair.drop("embeds")
+    after = pair.run(ids), pair.run(embeds)
+    for a, b in zip(before, after, strict=True):
+        assert torch.equal(a.states, b.states)
+
+
+def test_a_batch_beyond_the_ladder_runs_and_is_counted() -> None:
+    model = tiny_model()
+    pair = make_pair(model, max_tokens=32)
+    batch = make_batch(model, [24, 24], embeds=False)
+    assert_equal(pair.run(batch), eager(model, batch))
+    assert pair.stats.eager_fallbacks == 1
+    assert pair.stats.graph_hits == 0
+    with pytest.raises(GraphError, match="fits no bucket"):
+        pair.prepare(batch)
+
+
+def test_a_batch_of_nothing() -> None:
+    model = tiny_model()
+    pair = make_pair(model)
+    empty = pair.run(make_batch(model, [], embeds=False))
+    assert empty.states.shape == (0, 40)
+    assert empty.vectors.shape == (0, 40)
+    zero = pair.run(make_batch(model, [0, 3], embeds=False))
+    assert zero.vectors[0].abs().sum() == 0
+
+
+@given(
+    tokens=st.integers(0, 3000),
+    sequences=st.integers(0, 3000),
+    max_len=st.integers(0, 600),
+    top=st.integers(1, 2500),
+    longest=st.integers(1, 512),
+)
+@settings(max_examples=300, deadline=None)
+def test_a_bucket_holds_what_it_is_found_for(tokens: int, sequences: int, max_len: int, top: int, longest: int) -> None:
+    ladder = BucketLadder.up_to(top, longest)
+    bucket = ladder.find(tokens, sequences, max_len)
+    if tokens > top or max_len > longest or sequences > max(tokens, 1) or max_len > tokens:
+        assert bucket is None or tokens <= top
+        return
+    assert bucket is not None
+    assert bucket.tokens >= tokens
+    assert bucket.sequences >= sequences
+    assert bucket.max_len >= max_len
+    assert bucket.tokens <= top
+
+
+def test_the_ladder_wastes_at_most_a_third() -> None:
+    ladder = BucketLadder.up_to(65536, 512)
+    assert ladder.tokens[0] == 32
+    assert ladder.tokens[-1] == 65536
+    assert all(b / a <= 1.5 for a, b in pairwise(ladder.tokens))
+    assert ladder.find(65536, 980, 200) == Bucket(tokens=65536, sequences=1024, max_len=256)
+
+
+def test_small_buckets_have_one_length() -> None:
+    ladder = BucketLadder.up_to(2048, 512)
+    assert {ladder.find(500, 4, n).max_len for n in (10, 130, 400)} == {512}  # type: ignore[union-attr]
+    assert [ladder.find(1500, 4, n).max_len for n in (10, 130, 400)] == [128, 256, 512]  # type: ignore[union-attr]
