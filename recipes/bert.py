@@ -20,7 +20,7 @@ def spec(config: ConfigReader) -> EncoderSpec:
     head_dim = hidden // heads
     return EncoderSpec(
         hidden=hidden,
-        layers=config.integer("num_hidden_layers", 12),
+        layers=config.integer("num_hidden_layers", 12, maximum=10_000),
         usable_length=positions,
         embedding=EmbeddingSpec(
             vocab_size=config.integer("vocab_size", 30522),
@@ -69,6 +69,8 @@ RECIPE = Recipe(
         drop("embeddings.token_type_ids", why="a buffer of zeros, not a parameter"),
         drop("pooler.dense.{p}", why="the vectors are pooled from token states, not by BERT's pooler"),
         drop("cls.{*}", why="the pre-training heads do not take part in embeddings", outside=True),
+        drop("classifier.{p}", why="a classification head does not take part in embeddings", outside=True),
+        drop("qa_outputs.{p}", why="a question answering head does not take part in embeddings", outside=True),
     ),
     # Dropout is off at inference; pad tokens never reach a packed batch, and BERT's positions ignore them; the
     # pooler's sizes in checkpoints that Google released describe what is dropped above.

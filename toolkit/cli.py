@@ -13,10 +13,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from toolkit import __version__
-from toolkit.errors import InputError, ToolkitError
+from toolkit.errors import InputError, ParityError, ToolkitError
 
 __all__ = ["app", "main"]
 
@@ -24,6 +25,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # help texts hold square brackets
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Convert Hugging Face checkpoints into compiled, graph-captured modules whose numbers are proven.",
     epilog="Exit status: 0 done, 1 parity failed, 2 unsupported, bad input or bad checkpoint.",
@@ -58,13 +60,13 @@ def _root(
 def _stages() -> Iterator[Callable[[str], None]]:
     """Show stages as they begin: a spinner on a terminal, plain lines elsewhere; always on standard error."""
     if not _err.is_terminal:
-        yield lambda stage: _err.print(f"· {stage}", highlight=False)
+        yield lambda stage: _err.print(f"· {stage}", highlight=False, markup=False, soft_wrap=True)
         return
     with _err.status("starting") as status:
 
         def show(stage: str) -> None:
-            _err.print(f"[dim]· {stage}[/]", highlight=False)
-            status.update(stage)
+            _err.print(f"· {stage}", style="dim", highlight=False, markup=False)
+            status.update(escape(stage))
 
         yield show
 
@@ -81,7 +83,7 @@ def convert(
     ],
     out: Annotated[
         Path | None,
-        typer.Argument(metavar="[OUT]", help="The folder to write; default: ./NAME-toolkit.", show_default=False),
+        typer.Argument(metavar="OUT", help="The folder to write; default: ./NAME-toolkit.", show_default=False),
     ] = None,
     task: Annotated[str, typer.Option(help="embed, or auto to read it off the checkpoint.")] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")] = "auto",
@@ -100,19 +102,26 @@ def convert(
     """Convert a checkpoint, check its numbers, and write a folder that toolkit.load takes."""
     from toolkit.conversion import convert as run
 
-    with _stages() as on_stage:
-        report = run(model, out, task, dtype, not no_verify, force, revision, recipe, device=device, on_stage=on_stage)
+    try:
+        with _stages() as on_stage:
+            report = run(
+                model, out, task, dtype, not no_verify, force, revision, recipe, device=device, on_stage=on_stage
+            )
+    except ParityError as error:
+        if as_json:
+            _print_json({"out": None, "parity": error.report.to_dict()})
+        raise
     if as_json:
         _print_json(report.to_dict())
         return
     for warning in report.manifest.warnings:
-        _err.print(f"[yellow]warning[/] {warning}", highlight=False)
+        _err.print(f"[yellow]warning[/] {escape(warning)}", highlight=False, soft_wrap=True)
     if report.parity is not None:
         _out.print(report.parity.table())
-        _out.print(report.parity.summary(), highlight=False)
+        _out.print(report.parity.summary(), highlight=False, markup=False, soft_wrap=True)
     manifest = report.manifest
     _out.print(
-        f"[bold]{report.out}[/]  {manifest.model_type} · {manifest.task} · {manifest.dtype} · "
+        f"[bold]{escape(str(report.out))}[/]  {manifest.model_type} · {manifest.task} · {manifest.dtype} · "
         f"{len(manifest.audit)} source tensors accounted for",
         highlight=False,
         soft_wrap=True,
@@ -140,8 +149,8 @@ def verify(
     else:
         _out.print(report.table())
         for note in report.notes:
-            _out.print(f"[yellow]note[/] {note}", highlight=False)
-        _out.print(report.summary(), highlight=False)
+            _out.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
+        _out.print(report.summary(), highlight=False, markup=False, soft_wrap=True)
     if not report.passed:
         raise typer.Exit(1)
 
@@ -151,7 +160,7 @@ def embed(
     out: OutFolder,
     file: Annotated[
         str,
-        typer.Argument(metavar="[FILE|-]", help="A UTF-8 file with one text a line; - is standard input."),
+        typer.Argument(metavar="FILE|-", help="A UTF-8 file with one text a line; - is standard input."),
     ] = "-",
     prompt_name: Annotated[str | None, typer.Option(help="A prompt of the checkpoint to put in front.")] = None,
     prompt: Annotated[str | None, typer.Option(help="A text to put in front; empty switches prompts off.")] = None,
@@ -203,7 +212,7 @@ def _print_similarity(texts: list[str], vectors: Any, as_json: bool) -> None:
     for number in range(len(texts)):
         table.add_column(str(number), justify="right")
     for number, (text, row) in enumerate(zip(texts, matrix, strict=True)):
-        table.add_row(f"{number} {text}", *(f"{value:.3f}" for value in row))
+        table.add_row(escape(f"{number} {text}"), *(f"{value:.3f}" for value in row))
     _out.print(table)
 
 
@@ -266,7 +275,8 @@ def recipes(as_json: AsJson = False) -> None:
     table = Table("model_type", "tasks", "transformers classes", "notes", "origin")
     for entry in entries:
         recipe = entry.recipe
-        table.add_row(recipe.model_type, ", ".join(recipe.tasks), ", ".join(recipe.classes), recipe.note, entry.origin)
+        cells = (recipe.model_type, ", ".join(recipe.tasks), ", ".join(recipe.classes), recipe.note, entry.origin)
+        table.add_row(*(escape(cell) for cell in cells))
     _out.print(table)
 
 
@@ -282,7 +292,7 @@ def doctor(as_json: AsJson = False) -> None:
     table = Table("", "what", "detail", "fix")
     for finding in diagnosis.findings:
         mark = "[green]✓[/]" if finding.present else "[yellow]–[/]"
-        table.add_row(mark, finding.name, finding.detail, finding.fix)
+        table.add_row(mark, *(escape(text) for text in (finding.name, finding.detail, finding.fix)))
     _out.print(table)
     for device, mode in diagnosis.modes.items():
         _out.print(f"toolkit.load on {device}: mode {mode}", highlight=False)
@@ -296,10 +306,6 @@ def main() -> None:
         report = getattr(error, "report", None)
         if report is not None:
             _err.print(report.table())
-        _err.print(f"[red]error[/] {_plain(str(error))}", highlight=False, soft_wrap=True)
+        line = " ".join(str(error).split())
+        _err.print(f"[red]error[/] {escape(line)}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_status)
-
-
-def _plain(message: str) -> str:
-    """One line, with rich's markup escaped."""
-    return " ".join(message.split()).replace("[", r"\[")

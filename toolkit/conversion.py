@@ -110,7 +110,7 @@ def _default_name(source: str) -> str:
 def _choose_task(checkpoint: Checkpoint, registered: RegisteredRecipe, task: str) -> str:
     if task != "auto" and task not in TASKS:
         raise InputError(f"task {task!r} is unknown; use auto, {', '.join(TASKS)}")
-    classes = checkpoint.config.get("architectures") or []
+    classes = checkpoint.architectures
     recipe = registered.recipe
     if task == "auto":
         foreign = [name for name in classes if name not in recipe.classes]
@@ -171,7 +171,7 @@ def _write(
     manifest = Manifest(
         schema=SCHEMA,
         model_type=recipe.model_type,
-        architectures=list(checkpoint.config.get("architectures") or []),
+        architectures=checkpoint.architectures,
         recipe={"model_type": recipe.model_type, "origin": registered.origin, "sha256": registered.digest},
         task=task,
         dtype=str(dtype).removeprefix("torch."),

@@ -4,6 +4,8 @@ The command line prints the message of a `ToolkitError` on one line and exits wi
 Each message names the field, tensor or file and says what to do.
 """
 
+from typing import Any
+
 __all__ = [
     "ArtifactError",
     "BoundaryError",
@@ -56,6 +58,6 @@ class ParityError(ToolkitError):
 
     exit_status = 1
 
-    def __init__(self, message: str, report: object = None) -> None:
+    def __init__(self, message: str, report: Any = None) -> None:
         super().__init__(message)
         self.report = report

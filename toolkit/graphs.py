@@ -251,6 +251,7 @@ class GraphPair:
         self._run_ids, self._run_embeds = run_ids, run_embeds
         self._width, self._dtype, self._device = width, dtype, device
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._primed: list[Entry] = []
         self._ids_graphs: dict[Bucket, _CudaReplay | _CheckedReplay] = {}
         self._embeds_graphs: dict[Bucket, _CudaReplay | _CheckedReplay] = {}
 
@@ -335,17 +336,28 @@ class GraphPair:
 
     def _ids_graph(self, bucket: Bucket) -> "_CudaReplay | _CheckedReplay":
         if bucket not in self._ids_graphs:
-            self._ids_graphs[bucket] = self._capture(self._run_ids, _Inputs(bucket, self._device))
+            self._ids_graphs[bucket] = self._capture(self._run_ids, self._ids_inputs, bucket)
         return self._ids_graphs[bucket]
 
     def _embeds_graph(self, bucket: Bucket) -> "_CudaReplay | _CheckedReplay":
         if bucket not in self._embeds_graphs:
-            inputs = _EmbedsInputs(bucket, self._device, self._width, self._dtype)
-            self._embeds_graphs[bucket] = self._capture(self._run_embeds, inputs)
+            self._embeds_graphs[bucket] = self._capture(self._run_embeds, self._embeds_inputs, bucket)
         return self._embeds_graphs[bucket]
 
-    def _capture(self, entry: Entry, inputs: _Inputs) -> "_CudaReplay | _CheckedReplay":
+    def _ids_inputs(self, bucket: Bucket) -> _Inputs:
+        return _Inputs(bucket, self._device)
+
+    def _embeds_inputs(self, bucket: Bucket) -> _Inputs:
+        return _EmbedsInputs(bucket, self._device, self._width, self._dtype)
+
+    def _capture(
+        self, entry: Entry, make_inputs: Callable[[Bucket], _Inputs], bucket: Bucket
+    ) -> "_CudaReplay | _CheckedReplay":
         with torch.inference_mode():
-            if self._device.type == "cuda":
-                return _CudaReplay(entry, inputs, self._pool)
-            return _CheckedReplay(entry, inputs)
+            if self._device.type != "cuda":
+                return _CheckedReplay(entry, make_inputs(bucket))
+            if entry not in self._primed:
+                # compilers tune their kernels for the first size they see: let it be the largest
+                entry(*make_inputs(self.ladder.default()[0]).tensors())
+                self._primed.append(entry)
+            return _CudaReplay(entry, make_inputs(bucket), self._pool)

@@ -3,6 +3,7 @@
 To add an architecture, write one file in `recipes/` that defines `RECIPE` (or `RECIPES`).
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -60,17 +61,19 @@ class ConfigReader:
         self._read.add(name)
         return self.raw.get(name, default)
 
-    def integer(self, name: str, default: int, minimum: int = 1) -> int:
+    def integer(self, name: str, default: int, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
         """An integer field of at least `minimum`."""
         value = self._get(name, default)
         if type(value) is not int or value < minimum:
             raise CheckpointError(f"config.json: {name} = {value!r}, expected an integer of at least {minimum}")
+        if value > maximum:
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected an integer of at most {maximum}")
         return value
 
     def positive(self, name: str, default: float) -> float:
         """A positive, finite number."""
         value = self._get(name, default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
             raise CheckpointError(f"config.json: {name} = {value!r}, expected a positive number")
         return float(value)
 

@@ -4,6 +4,7 @@ import hashlib
 import importlib
 import importlib.util
 import pkgutil
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
@@ -68,7 +69,12 @@ def _modules() -> Iterator[tuple[ModuleType, str]]:
     for info in sorted(pkgutil.iter_modules(package.__path__), key=lambda info: info.name):
         yield importlib.import_module(f"toolkit.recipes.{info.name}"), "built in"
     for point in entry_points(group=ENTRY_POINT_GROUP):
-        yield point.load(), f"package {point.dist.name if point.dist else point.value}"
+        origin = f"package {point.dist.name if point.dist else point.value}"
+        try:
+            module = point.load()
+        except Exception as error:
+            raise UnsupportedError(f"{origin}: its recipes cannot be loaded ({error}): uninstall it") from error
+        yield module, origin
 
 
 def _from_file(file: str) -> list[RegisteredRecipe]:
@@ -79,13 +85,21 @@ def _from_file(file: str) -> list[RegisteredRecipe]:
     if spec is None or spec.loader is None:
         raise UnsupportedError(f"--recipe {file}: not a Python file")
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return _recipes_of(module, str(path))
+    sys.modules[spec.name] = module  # dataclasses with postponed annotations look it up there
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise UnsupportedError(f"--recipe {file}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
+    entries = _recipes_of(module, str(path))
+    for k, entry in enumerate(entries):
+        if any(entry.recipe.model_type == other.recipe.model_type for other in entries[:k]):
+            raise UnsupportedError(f"model_type {entry.recipe.model_type!r} is claimed twice by {file}")
+    return entries
 
 
 def _recipes_of(module: ModuleType, origin: str) -> list[RegisteredRecipe]:
     recipes: Any = getattr(module, "RECIPES", None) or (getattr(module, "RECIPE", None),)
-    if not module.__file__ or not all(isinstance(recipe, Recipe) for recipe in recipes):
+    if not module.__file__ or not isinstance(recipes, tuple) or not all(isinstance(r, Recipe) for r in recipes):
         raise UnsupportedError(f"{origin}: {module.__name__} defines no RECIPE of type toolkit.recipe.Recipe")
     digest = hashlib.sha256(Path(module.__file__).read_bytes()).hexdigest()
     return [RegisteredRecipe(recipe=recipe, origin=origin, digest=digest) for recipe in recipes]

@@ -6,6 +6,7 @@ header length, a JSON header, one byte buffer). Its own reader accepts duplicate
 
 import json
 import math
+import pickle
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ __all__ = ["TensorInfo", "iter_pickled", "parse_json", "read_header", "read_tens
 
 MAX_HEADER_BYTES = 100_000_000
 MAX_JSON_BYTES = 200_000_000
+MAX_DIMS = 64
 _LFS_MAGIC = b"version https://git-lfs"
 
 _DTYPES = {
@@ -106,7 +108,9 @@ def read_header(path: Path) -> dict[str, TensorInfo]:
                 f"{path.name}: the header claims {length} bytes, the file has {size}: truncated or not safetensors"
             )
         header = parse_json(file.read(length), f"{path.name} header")
-    header.pop("__metadata__", None)
+    metadata = header.pop("__metadata__", None) or {}
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise CheckpointError(f"{path.name}: __metadata__ must map names to strings")
     entries = sorted((_check_entry(path, name, entry) for name, entry in header.items()), key=lambda e: (e[1], e[2]))
     _check_layout(path, entries, size - 8 - length)
     return {info.name: info for info, _, _ in entries}
@@ -120,12 +124,22 @@ def _check_entry(path: Path, name: str, entry: object) -> tuple[TensorInfo, int,
     if dtype is None:
         raise CheckpointError(f"{where}: unknown dtype {entry['dtype']!r}")
     if not _are_sizes(shape):
-        raise CheckpointError(f"{where}: shape {shape!r} is not a list of sizes")
+        raise CheckpointError(f"{where}: shape {_short(shape)} is not a list of sizes")
     if not _are_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise CheckpointError(f"{where}: data_offsets {offsets!r} is not a [begin, end] range")
-    if math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
-        raise CheckpointError(f"{where}: shape {shape} of {entry['dtype']} does not fill the byte range {offsets}")
+        raise CheckpointError(f"{where}: data_offsets {_short(offsets)} is not a [begin, end] range")
+    if len(shape) > MAX_DIMS:
+        raise CheckpointError(f"{where}: shape has {len(shape)} dimensions, at most {MAX_DIMS} are possible")
+    # The product without its zeros must fit, too: the format's own reader multiplies from the left.
+    if math.prod(n or 1 for n in shape) >= 2**63 or math.prod(shape) * dtype.itemsize != offsets[1] - offsets[0]:
+        raise CheckpointError(
+            f"{where}: shape {_short(shape)} of {entry['dtype']} does not fill the byte range {offsets}"
+        )
     return TensorInfo(name=name, dtype=dtype, shape=tuple(shape), file=path), offsets[0], offsets[1]
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 80 else text[:80] + "…"
 
 
 def _are_sizes(value: object) -> bool:
@@ -152,6 +166,14 @@ def read_tensor(info: TensorInfo) -> torch.Tensor:
         return file.get_tensor(info.name)
 
 
+def _cause(error: Exception) -> str:
+    """One line; torch's own text advises to load the file without weights_only, which must not be passed on."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "it holds code or a type that is not allowed"
+    lines = [line for line in str(error).splitlines() if line.strip() and "eights_only" not in line]
+    return lines[0] if lines else type(error).__name__
+
+
 def iter_pickled(path: Path) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
     """Yield the tensors of a `pytorch_model.bin`, unpickled by torch's weights-only loader.
 
@@ -162,12 +184,12 @@ def iter_pickled(path: Path) -> Iterator[tuple[TensorInfo, torch.Tensor]]:
     try:
         state = torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises pickle, zip, runtime and EOF errors for damaged files
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        reason = _cause(error)
         raise CheckpointError(f"{path.name}: refused by torch's weights-only loader ({reason})") from None
     if not isinstance(state, dict):
         raise CheckpointError(f"{path.name}: holds a {type(state).__name__}, expected a dict of tensors")
     for name, tensor in state.items():
         plain = isinstance(name, str) and isinstance(tensor, torch.Tensor) and tensor.layout == torch.strided
-        if not plain or tensor.is_quantized or tensor.is_complex():
+        if not plain or tensor.is_quantized or tensor.is_complex() or tensor.is_nested or tensor.device.type != "cpu":
             raise CheckpointError(f"{path.name}: entry {name!r} is no plain tensor")
         yield TensorInfo(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), file=path), tensor

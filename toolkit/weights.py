@@ -19,6 +19,7 @@ __all__ = ["AuditEntry", "LoadedWeights", "Rule", "drop", "fuse", "load_weights"
 
 PartShapes = tuple[tuple[int, ...], ...]
 
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
 _HOLES = {"{i}": r"(?P<i>\d+)", "{p}": r"(?P<p>weight|bias)", "{*}": r".+"}
@@ -221,16 +222,18 @@ def _assemble(tensors: TensorSet, parts: Mapping[int, _Placed], shapes: PartShap
     for info, shape in zip(stored, shapes, strict=True):
         if info.shape != shape:
             raise CheckpointError(f"tensor {info.name!r} has shape {info.shape}, config.json asks for {shape}")
-        if not info.dtype.is_floating_point:
-            raise CheckpointError(f"tensor {info.name!r} has dtype {info.dtype}, expected floating point")
-    pieces = [tensors.read(info.name) for info in stored]
-    whole = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-    for info, piece in zip(stored, pieces, strict=True):
-        if not torch.isfinite(piece).all():
-            raise CheckpointError(f"tensor {info.name!r} holds NaN or infinite values")
-    cast = whole.to(dtype).contiguous()
+        if info.dtype not in FLOATS:
+            raise CheckpointError(f"tensor {info.name!r} has dtype {info.dtype}, expected plain floating point")
+    pieces = [_cast(info.name, tensors.read(info.name), dtype) for info in stored]
+    return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).contiguous()
+
+
+def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(f"tensor {name!r} holds NaN or infinite values")
+    cast = tensor.to(dtype)
     if not torch.isfinite(cast).all():
-        raise CheckpointError(f"tensor {stored[0].name!r} exceeds the range of {dtype}; convert with --dtype float32")
+        raise CheckpointError(f"tensor {name!r} exceeds the range of {dtype}; convert with --dtype float32")
     return cast
 
 

@@ -51,7 +51,7 @@ def test_the_real_minilm_converts_and_passes(minilm: str, tmp_path: Path) -> Non
     assert max(c.error for c in eager) < 1e-6
 
 
-def change_weight(folder: Path, name: str, change: Callable[[torch.Tensor], None]) -> None:
+def change_weight(folder: Path, name: str, change: Callable[[torch.Tensor], object]) -> None:
     file = folder / "model.safetensors"
     weights = load_file(file)
     change(weights[name])

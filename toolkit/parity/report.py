@@ -101,9 +101,10 @@ class ParityReport:
         text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=True)
         (folder / "parity.json").write_text(text + "\n", encoding="utf-8")
         console = Console(record=True, file=io.StringIO(), width=130)
-        console.print(f"[bold]{self.source}[/]\n{self.summary()}")
+        console.print(self.source, style="bold", markup=False)
+        console.print(self.summary(), markup=False)
         console.print(self.table())
         for note in self.notes:
-            console.print(note)
+            console.print(note, markup=False)
         console.print("  ".join(f"{name} {number}" for name, number in self.versions.items()))
         console.save_html(str(folder / "parity.html"))

@@ -1,0 +1,37 @@
+"""What the README claims."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import report
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_figures_are_those_of_the_saved_results() -> None:
+    assert report.block() in README
+
+
+def test_links_point_to_files() -> None:
+    for document in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("*.md")]:
+        text = document.read_text(encoding="utf-8")
+        for target in re.findall(r"\]\(([^)#]+)", text):
+            if "://" not in target:
+                assert (document.parent / target).exists(), f"{document.name}: {target}"
+
+
+def test_commands_exist() -> None:
+    for command in set(re.findall(r"^toolkit (\w+)", README, re.MULTILINE)):
+        subprocess.run([sys.executable, "-m", "toolkit", command, "--help"], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize("number", range(README.count("```python")))
+def test_python_examples_run(number: int, bert_artifact: Path) -> None:
+    code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
+    code = code.replace("demo/all-MiniLM-L6-v2", str(bert_artifact)).replace("384", "40")
+    exec(compile(code, f"README example {number}", "exec"), {})
