@@ -68,6 +68,7 @@ def draw() -> None:
     matplotlib.use("svg")
     matplotlib.rcParams["svg.hashsalt"] = "toolkit"
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import MaxNLocator
 
     figure, axes = plt.subplots(1, 2, figsize=(10, 3.2))
     for axis, (name, machine) in zip(axes, MACHINES.items(), strict=True):
@@ -87,7 +88,7 @@ def draw() -> None:
         )
         axis.set_xlabel("tokens per second")
         axis.spines[["top", "right"]].set_visible(False)
-        axis.xaxis.set_major_locator(plt.MaxNLocator(4))
+        axis.xaxis.set_major_locator(MaxNLocator(4))
         axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
     figure.suptitle("all-MiniLM-L6-v2", fontsize=11)
     figure.tight_layout()

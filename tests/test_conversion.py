@@ -29,7 +29,7 @@ def test_a_head_is_dropped_only_when_embeddings_are_asked_for(checkpoint: Path, 
         weights | {"classifier.weight": torch.ones(2, 40), "classifier.bias": torch.ones(2)},
         checkpoint / "model.safetensors",
     )
-    with pytest.raises(UnsupportedError, match="BertForSequenceClassification.*--task embed"):
+    with pytest.raises(UnsupportedError, match=r"BertForSequenceClassification.*--task embed"):
         toolkit.convert(str(checkpoint), tmp_path / "out", verify=False)
     manifest = toolkit.convert(str(checkpoint), tmp_path / "out", task="embed", verify=False).manifest
     dropped = {entry["source"]: entry["why"] for entry in manifest.audit if entry["action"] == "dropped"}

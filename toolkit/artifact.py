@@ -13,8 +13,7 @@ import secrets
 import shutil
 import subprocess
 import sys
-import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,9 +27,10 @@ from toolkit.spec import EncoderSpec
 from toolkit.tensorfile import parse_json, read_header, read_tensor
 from toolkit.tokenizer import TokenizerSpec
 
-__all__ = ["MANIFEST", "SCHEMA", "Artifact", "Manifest", "atomic_folder"]
+__all__ = ["DTYPES", "MANIFEST", "SCHEMA", "Artifact", "Manifest", "atomic_folder"]
 
 MANIFEST = "toolkit.json"
+DTYPES = ("float32", "float16", "bfloat16")
 SCHEMA = 1
 
 
@@ -84,7 +84,12 @@ class Manifest:
             raise ArtifactError(f"{MANIFEST} is damaged ({error}): convert again") from None
 
     def check(self) -> None:
-        """Raise ArtifactError if the limits contradict each other: a position beyond its table would be read."""
+        """Raise ArtifactError if a field is impossible, or the limits would let a position beyond its table be read."""
+        if self.dtype not in DTYPES:
+            raise ArtifactError(f"{MANIFEST}: dtype {self.dtype!r}, expected {', '.join(DTYPES)}: convert again")
+        for name in ("usable_length", "seam_width"):
+            if type(getattr(self, name)) is not int:
+                raise ArtifactError(f"{MANIFEST}: {name} = {getattr(self, name)!r}, expected a number: convert again")
         table = self.spec.embedding.positions - self.spec.embedding.position_start
         if not 1 <= self.tokenizer.limit <= self.usable_length == self.spec.usable_length <= table:
             raise ArtifactError(
@@ -123,19 +128,30 @@ class Artifact:
         """Dtype of the weights."""
         return getattr(torch, self.manifest.dtype)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Read the state dict.
+    def weights(self, expected: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+        """Read the state dict, and compare it with the names and shapes that the module expects.
 
         Raises:
-            ArtifactError: a weight file is missing or damaged.
+            ArtifactError: a weight file is missing or damaged, or a tensor is missing, extra, or of another shape
+                or dtype.
         """
         files = sorted(self.folder.glob("model*.safetensors"))
         if not files:
             raise ArtifactError(f"{self.folder} has no model*.safetensors: convert again")
         try:
-            return {name: read_tensor(info) for file in files for name, info in read_header(file).items()}
+            infos = {name: info for file in files for name, info in read_header(file).items()}
         except CheckpointError as error:
             raise ArtifactError(f"{self.folder}: {error}") from None
+        for name in sorted({*infos, *expected}):
+            if name not in infos or name not in expected:
+                state = "missing" if name not in infos else "unexpected"
+                raise ArtifactError(f"{self.folder}: {state} tensor {name!r}: convert again")
+            if infos[name].shape != tuple(expected[name]) or infos[name].dtype != self.dtype:
+                raise ArtifactError(
+                    f"{self.folder}: tensor {name!r} is {infos[name].dtype} {infos[name].shape}, expected "
+                    f"{self.dtype} {tuple(expected[name])}: convert again"
+                )
+        return {name: read_tensor(info) for name, info in infos.items()}
 
 
 # Removes a folder when the process that started it goes away without saying so, however it went.
@@ -159,7 +175,9 @@ def atomic_folder(out: Path, *, force: bool) -> Iterator[Path]:
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
+    new_parents: list[Path] = []
     try:
+        new_parents = [parent for parent in temporary.parents if not parent.exists()]
         try:
             temporary.mkdir(parents=True)
         except OSError as error:
@@ -168,6 +186,9 @@ def atomic_folder(out: Path, *, force: bool) -> Iterator[Path]:
         _put_in_place(temporary, out, force=force)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        for parent in new_parents:
+            with contextlib.suppress(OSError):  # not empty: the artifact is in it
+                parent.rmdir()
         with contextlib.suppress(BrokenPipeError):
             janitor.communicate(b".")
 
@@ -184,13 +205,25 @@ def refuse_occupied(out: Path, *, force: bool) -> None:
 
 def _put_in_place(temporary: Path, out: Path, *, force: bool) -> None:
     refuse_occupied(out, force=force)
-    if not out.exists():
+    try:
+        if not out.exists():
+            os.rename(temporary, out)
+        elif not _exchange(temporary, out):
+            _replace_in_two_steps(temporary, out)
+    except OSError as error:
+        raise ArtifactError(f"cannot put {out} in place: {error.strerror or error}") from None
+
+
+def _replace_in_two_steps(temporary: Path, out: Path) -> None:
+    """For file systems that cannot swap two folders; the old one comes back if the new one cannot be moved."""
+    old = out.absolute().parent / f".{out.name}.{secrets.token_hex(6)}.old"
+    os.rename(out, old)
+    try:
         os.rename(temporary, out)
-    elif not _exchange(temporary, out):
-        old = Path(tempfile.mkdtemp(prefix=f".{out.name}.", suffix=".old", dir=out.parent))
-        os.rename(out, old / "artifact")
-        os.rename(temporary, out)
-        shutil.rmtree(old)
+    except OSError:
+        os.rename(old, out)
+        raise
+    shutil.rmtree(old)
 
 
 def _exchange(a: Path, b: Path) -> bool:

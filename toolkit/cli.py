@@ -196,7 +196,9 @@ def _read_lines(file: str) -> list[str]:
         text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {file}: {error}") from None
-    return text.splitlines()
+    # only line ends separate texts; str.splitlines would also split at form feeds and Unicode's separators
+    lines = text.split("\n")
+    return lines if lines[-1] else lines[:-1]
 
 
 def _print_similarity(texts: list[str], vectors: Any, as_json: bool) -> None:

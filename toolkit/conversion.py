@@ -9,11 +9,12 @@ from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
+from safetensors import SafetensorError
 
-from toolkit.artifact import MANIFEST, SCHEMA, Manifest, atomic_folder, refuse_occupied
+from toolkit.artifact import DTYPES, MANIFEST, SCHEMA, Manifest, atomic_folder, refuse_occupied
 from toolkit.attention import choose_backend
 from toolkit.checkpoint import Checkpoint, open_checkpoint
-from toolkit.errors import ArtifactError, InputError, ParityError, UnsupportedError
+from toolkit.errors import ArtifactError, CheckpointError, InputError, ParityError, UnsupportedError
 from toolkit.nn.model import build_encoder, part_shapes
 from toolkit.pipeline import read_pipeline
 from toolkit.registry import RegisteredRecipe, find_recipe
@@ -24,7 +25,6 @@ from toolkit.weights import load_weights
 __all__ = ["TASKS", "ConversionReport", "convert"]
 
 TASKS = ("embed", "rerank", "classify", "token-classify", "sparse", "multi-vector", "generate")
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,6 +158,9 @@ def _write(
     tokenizer, tokenizer_limit = read_tokenizer(checkpoint, lower_case=pipeline.lower_case)
     limit, clamped = text_limit(pipeline.max_seq_length, tokenizer_limit, spec.embedding.positions, spec.usable_length)
     warnings += clamped
+    specials = tokenizer.backend_tokenizer.num_special_tokens_to_add(False)
+    if limit < max(specials, 1):
+        raise CheckpointError(f"the length limit {limit} leaves no room for the tokenizer's {specials} special tokens")
     on_stage(f"converting {len(checkpoint.tensors.info)} tensors to {str(dtype).removeprefix('torch.')}")
     model = build_encoder(spec, choose_backend(spec.attention, torch.device("cpu"), dtype)[1])
     weights = load_weights(
@@ -197,11 +200,22 @@ def _write(
     on_stage("writing the artifact")
     try:
         save_torch_state_dict(weights.state, folder)
-        tokenizer.save_pretrained(folder)
+        _save_tokenizer(tokenizer, folder)
         shutil.copyfile(checkpoint.path("config.json"), folder / "config.json")
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
         for file in folder.iterdir():
             file.chmod(0o644)  # some of the libraries write files for the owner only
+    except SafetensorError as error:
+        raise ArtifactError(f"cannot write the weights into {folder.parent}: {error}") from None
     except OSError as error:
-        raise ArtifactError(f"cannot write {folder.parent}: {error.strerror or error}") from None
+        raise ArtifactError(f"cannot write into {folder.parent}: {error.strerror or error}") from None
     return manifest
+
+
+def _save_tokenizer(tokenizer: Any, folder: Path) -> None:
+    try:
+        tokenizer.save_pretrained(folder)
+    except OSError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare exceptions
+        raise ArtifactError(f"cannot write the tokenizer into {folder.parent}: {error}") from None

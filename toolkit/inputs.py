@@ -122,9 +122,15 @@ def _check_segments(segments: Sequence[int] | None, length: int, limits: Limits,
 def _integers(values: object, bound: int, what: str, table: str) -> np.ndarray:
     """A non-empty 1-d sequence of integers in [0, bound) as int32."""
     if isinstance(values, Tensor):
-        values = values.detach().cpu().numpy() if values.dtype != torch.bfloat16 else values.float().numpy()
+        if values.layout != torch.strided or values.is_meta or values.is_nested:
+            raise InputError(f"{what} are a {values.layout} tensor on {values.device}, expected a plain one")
+        if values.is_floating_point() or values.is_complex():
+            raise InputError(f"{what} have dtype {values.dtype}, expected flat integers")
+        values = values.detach().cpu().numpy()
     if not isinstance(values, Sequence | np.ndarray) or isinstance(values, str | bytes):
         raise InputError(f"{what} are a {type(values).__name__}, expected a sequence of integers")
+    if isinstance(values, np.ndarray) and values.ndim != 1:
+        raise InputError(f"{what} have {values.ndim} dimensions, expected flat integers")
     if len(values) == 0:
         raise InputError(f"{what} are empty: a sequence needs at least one token")
     try:
@@ -144,7 +150,7 @@ def _check_embeds(embeds: object, limits: Limits, where: str) -> Tensor:
     """Shape, dtype and layout first: nothing is densified, moved or read before they are known to be small."""
     if not isinstance(embeds, Tensor):
         raise InputError(f"{where}: embeds are a {type(embeds).__name__}, expected a torch.Tensor")
-    if embeds.layout != torch.strided or embeds.is_quantized or embeds.is_meta:
+    if embeds.layout != torch.strided or embeds.is_quantized or embeds.is_meta or embeds.is_nested:
         raise InputError(f"{where}: embeds must be a dense tensor, not {embeds.layout} on {embeds.device}")
     if embeds.dim() != 2 or embeds.shape[1] != limits.width:
         raise InputError(f"{where}: embeds have shape {tuple(embeds.shape)}, expected [tokens, {limits.width}]")

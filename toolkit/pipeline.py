@@ -90,15 +90,20 @@ def read_pipeline(checkpoint: Checkpoint, hidden: int) -> tuple[Pipeline, list[s
     """
     warnings: list[str] = []
     pooling, normalize = "mean", False
-    options: dict[str, Any] = {}
+    options: dict[str, Any] | None = None
     if checkpoint.has("modules.json"):
         modules = _read_modules(checkpoint)
         options = _transformer_options(checkpoint, modules[0][1])
         pooling = _read_pooling(checkpoint, modules[1][1], hidden)
         normalize = len(modules) == 3
+        if normalize:
+            _check_normalize(checkpoint, modules[2][1])
     else:
         warnings.append("no modules.json: mean pooling without normalisation is assumed, as sentence-transformers does")
-    config = checkpoint.json(name) if checkpoint.has(name := "config_sentence_transformers.json") else {}
+    name = "config_sentence_transformers.json"
+    # without modules.json sentence-transformers ignores this file, and so do we
+    config = checkpoint.json(name) if options is not None and checkpoint.has(name) else {}
+    options = options or {}
     prompts = config.get("prompts") or {}
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise CheckpointError(f"{name}: prompts must map names to texts")
@@ -123,7 +128,7 @@ def _read_modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     try:
         entries = json.loads(checkpoint.read_bytes("modules.json"))
         modules = [(str(entry["type"]), str(entry["path"])) for entry in sorted(entries, key=lambda e: e["idx"])]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise CheckpointError("modules.json: expected a list of objects with idx, path and type") from None
     kinds: list[str] = []
     for type_name, path in modules:
@@ -163,6 +168,14 @@ def _transformer_options(checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
         if value not in neutral.get(key, ()):
             raise UnsupportedError(f"{name}: {key} = {value!r} is not supported")
     return options
+
+
+def _check_normalize(checkpoint: Checkpoint, folder: str) -> None:
+    """The Normalize module may name the features that it reads and writes; only the pooled vector is served."""
+    name = f"{folder}/config.json"
+    for key, value in (checkpoint.json(name) if checkpoint.has(name) else {}).items():
+        if key not in ("module_input_name", "module_output_name") or value not in (None, "sentence_embedding"):
+            raise UnsupportedError(f"{name}: {key} = {value!r} is not supported")
 
 
 def _read_pooling(checkpoint: Checkpoint, folder: str, hidden: int) -> str:

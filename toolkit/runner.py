@@ -98,7 +98,8 @@ class Runner:
         self.artifact, self.device, self.mode = artifact, device, mode
         self.attention, backend = choose_backend(manifest.spec.attention, device, artifact.dtype, attention)
         self.model = build_encoder(manifest.spec, backend)
-        self.model.load_state_dict(artifact.weights(), strict=True, assign=True)
+        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
+        self.model.load_state_dict(artifact.weights(shapes), strict=True, assign=True)
         self.model.to(device)
         self._weight_bytes = sum(p.nbytes for p in self.model.parameters())
         if can_pack(device, artifact.dtype):
@@ -110,7 +111,7 @@ class Runner:
             length=manifest.usable_length,
             dtype=artifact.dtype,
         )
-        self._texts = TextEncoder(artifact.folder / "tokenizer.json", manifest.tokenizer, self.limits.vocab_size)
+        self._texts = TextEncoder(artifact.folder / "tokenizer.json", manifest.tokenizer, self.limits)
         default = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
         self.batch_tokens = max(batch_tokens or default, manifest.usable_length)
         self._compiled: dict[str, CompiledEntryPoint] = {}
@@ -259,7 +260,7 @@ class Runner:
                 raise InputError(
                     f"input {number} is a {type(item).__name__}, expected str, TokenIds, PromptEmbeds or MixedPrompt"
                 )
-        for number, row in zip(texts, self._texts.encode(list(texts.values())), strict=True):
+        for number, row in self._texts.encode(texts).items():
             rows[number] = row
         return [row for row in rows if row is not None]
 

@@ -4,23 +4,27 @@ transformers reads the checkpoint's tokenizer files at conversion; afterwards on
 is needed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tokenizers import Tokenizer
+from tokenizers import Encoding, Tokenizer
 
 from toolkit.checkpoint import Checkpoint
 from toolkit.errors import ArtifactError, CheckpointError, InputError, UnsupportedError
-from toolkit.inputs import Row
+from toolkit.inputs import Limits, Row
+
+UNLIMITED = 10**30  # what transformers stores for "no limit"
 
 __all__ = ["TextEncoder", "TokenizerSpec", "read_tokenizer", "text_limit"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
+    "chat_template.jinja",
+    "chat_template.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "vocab.txt",
@@ -82,7 +86,10 @@ def read_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> tuple[Any, in
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not any(checkpoint.has(name) for name in TOKENIZER_FILES):  # also refuses links that leave the folder
+    # every file that transformers might read is looked at first: a link that leaves the folder is refused
+    templates = (checkpoint.root / "additional_chat_templates").glob("*")
+    extra = [str(file.relative_to(checkpoint.root)) for file in templates]
+    if not [name for name in (*TOKENIZER_FILES, *extra) if checkpoint.has(name)]:
         raise CheckpointError(f"{checkpoint.source} has no tokenizer files: looked for {', '.join(TOKENIZER_FILES)}")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if checkpoint.has(name):
@@ -96,48 +103,79 @@ def read_tokenizer(checkpoint: Checkpoint, *, lower_case: bool) -> tuple[Any, in
         raise CheckpointError(f"the tokenizer of {checkpoint.source} cannot be loaded ({reason})") from None
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise UnsupportedError(f"tokenizer class {type(tokenizer).__name__} has no fast implementation")
+    limit: Any = tokenizer.model_max_length
+    if isinstance(limit, bool) or not isinstance(limit, int | float) or not limit >= 1:
+        raise CheckpointError(f"tokenizer_config.json: model_max_length = {limit!r}, expected a positive number")
     backend = tokenizer.backend_tokenizer
     backend.no_padding()
     backend.no_truncation()
     if lower_case:
         _add_lower_case(backend)
-    return tokenizer, int(tokenizer.model_max_length)
+    return tokenizer, int(min(limit, UNLIMITED))
 
 
 def _add_lower_case(backend: Tokenizer) -> None:
+    """Put Lowercase in front, unless the normalizer is one or is a sequence that holds one.
+
+    Like sentence-transformers, which does not look into a normalizer's own options.
+    """
     from tokenizers.normalizers import Lowercase, Sequence
 
     old = backend.normalizer
-    if old is None:
-        backend.normalizer = Lowercase()
-    elif "Lowercase" not in repr(old) and "lowercase=True" not in repr(old):
-        backend.normalizer = Sequence([Lowercase(), old])
+    steps: list[Any] = [] if old is None else [old]
+    if isinstance(old, Sequence):
+        steps = list(old)  # pyright: ignore[reportArgumentType]
+    if not any(isinstance(step, Lowercase) for step in steps):
+        backend.normalizer = Sequence([Lowercase(), *steps])
 
 
 class TextEncoder:
-    """Texts to rows of token ids, with the artifact's tokenizer."""
+    """Texts to rows of token ids, with the artifact's tokenizer.
 
-    def __init__(self, file: Path, spec: TokenizerSpec, vocab_size: int) -> None:
+    Raises:
+        ArtifactError: the tokenizer file is missing or damaged.
+    """
+
+    def __init__(self, file: Path, spec: TokenizerSpec, limits: Limits) -> None:
         if not file.is_file():
             raise ArtifactError(f"{file.name} is missing from the artifact: convert it again")
-        self._tokenizer = Tokenizer.from_file(str(file))
+        try:
+            self._tokenizer = Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises bare exceptions for damaged files
+            raise ArtifactError(f"{file.name} is damaged ({error}): convert again") from None
         self._tokenizer.enable_truncation(spec.limit, direction=spec.side)
-        self._spec = spec
-        self._vocab_size = vocab_size
+        self._spec, self._limits = spec, limits
 
-    def encode(self, texts: Sequence[str]) -> list[Row]:
-        """Tokenize; a text may give an empty row if the tokenizer adds no special tokens.
+    def encode(self, texts: Mapping[int, str]) -> dict[int, Row]:
+        """Tokenize texts, given by their number among the inputs.
+
+        A text may give an empty row if the tokenizer adds no special tokens.
 
         Raises:
-            InputError: the tokenizer yields an id that the model's token table lacks.
+            InputError: naming the input: it is no valid Unicode, or the tokenizer yields an id, a segment or a
+                length that the model has no room for.
         """
-        rows: list[Row] = []
-        for number, encoding in enumerate(self._tokenizer.encode_batch_fast(list(texts))):
-            ids = np.array(encoding.ids, np.int32)
-            if ids.max(initial=0) >= self._vocab_size:
-                raise InputError(
-                    f"text {number}: the tokenizer yields id {ids.max()}, the model's vocabulary has {self._vocab_size}"
-                )
-            segments = np.array(encoding.type_ids, np.int32) if self._spec.segments else np.zeros_like(ids)
-            rows.append(Row(ids=ids, segments=segments, embeds=()))
-        return rows
+        for number, text in texts.items():
+            try:
+                text.encode()
+            except UnicodeEncodeError as error:
+                raise InputError(f"input {number}: not valid Unicode ({error.reason})") from None
+        encodings = self._tokenizer.encode_batch_fast(list(texts.values()))
+        return {number: self._row(number, encoding) for number, encoding in zip(texts, encodings, strict=True)}
+
+    def _row(self, number: int, encoding: Encoding) -> Row:
+        ids = np.array(encoding.ids, np.int32)
+        segments = np.array(encoding.type_ids, np.int32) if self._spec.segments else np.zeros_like(ids)
+        if ids.max(initial=0) >= self._limits.vocab_size:
+            raise InputError(
+                f"input {number}: the tokenizer yields id {ids.max()}, the model's vocabulary has "
+                f"{self._limits.vocab_size}"
+            )
+        if segments.max(initial=0) >= max(self._limits.segments, 1):
+            raise InputError(
+                f"input {number}: the tokenizer yields segment {segments.max()}, the model's table has "
+                f"{self._limits.segments} rows"
+            )
+        if len(ids) > self._limits.length:
+            raise InputError(f"input {number}: {len(ids)} tokens, the model takes at most {self._limits.length}")
+        return Row(ids=ids, segments=segments, embeds=())

@@ -1,0 +1,364 @@
+"""The sentence-transformers pipeline around the model: modules, pooling, prompts, truncation."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from sentence_transformers import SentenceTransformer
+from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+
+import toolkit
+from tests.tiny import edit_json, make_checkpoint, make_tokenizer, write_json
+from toolkit.checkpoint import open_checkpoint
+from toolkit.errors import CheckpointError, InputError, UnsupportedError
+from toolkit.pipeline import Pipeline, read_pipeline
+from toolkit.registry import find_recipe
+from toolkit.runner import Runner
+
+HIDDEN = 40
+TEXTS = ["the fox", "query doc text one two three", "a"]
+PROMPTS = {"prompts": {"q": "query doc ", "d": "text one "}, "default_prompt_name": "q"}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    recipe = find_recipe("bert").recipe
+    return lambda **options: make_checkpoint(tmp_path / "checkpoint", recipe, **options)
+
+
+def read(folder: Path) -> tuple[Pipeline, list[str]]:
+    return read_pipeline(open_checkpoint(str(folder)), HIDDEN)
+
+
+def load(folder: Path) -> Runner:
+    out = folder.parent / "out"
+    toolkit.convert(str(folder), out, verify=False, force=out.exists())
+    return toolkit.load(out, device="cpu", mode="eager")
+
+
+def reference(folder: Path) -> SentenceTransformer:
+    return SentenceTransformer(str(folder), device="cpu")
+
+
+def encode(model: SentenceTransformer, texts: list[str], **options: Any) -> torch.Tensor:
+    return torch.as_tensor(model.encode(texts, convert_to_tensor=True, **options))
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize("mode", ["mean", "cls"])
+@pytest.mark.parametrize("form", ["legacy", "new"])
+def test_both_forms_of_modules_and_pooling_equal_sentence_transformers(
+    checkpoint: Callable[..., Path], tmp_path: Path, form: str, mode: Any, normalize: bool
+) -> None:
+    """D4, E3: legacy booleans and class names, and what sentence-transformers 6 writes itself."""
+    folder = checkpoint(pooling=mode, normalize=normalize)
+    if form == "new":
+        modules = [Transformer(str(folder)), Pooling(HIDDEN, mode), *([Normalize()] if normalize else [])]
+        folder = tmp_path / "saved"
+        SentenceTransformer(modules=modules, device="cpu").save(str(folder))
+        types = [module["type"] for module in json.loads((folder / "modules.json").read_text())]
+        assert types[0].startswith("sentence_transformers.base.modules.")
+        assert json.loads((folder / "1_Pooling" / "config.json").read_text())["pooling_mode"] == mode
+    pipeline, warnings = read(folder)
+    assert (pipeline.pooling, pipeline.normalize, warnings) == (mode, normalize, [])
+    assert_close(load(folder).embed(TEXTS), encode(reference(folder), TEXTS))
+
+
+def test_without_modules_mean_pooling_is_assumed_aloud(checkpoint: Callable[..., Path]) -> None:
+    """D4: no modules.json is mean pooling without normalisation, with a warning."""
+    folder = checkpoint(pooling=None)
+    runner = load(folder)
+    assert any("no modules.json: mean pooling" in warning for warning in runner.artifact.manifest.warnings)
+    assert_close(runner.embed(TEXTS), encode(reference(folder), TEXTS))
+
+
+def test_without_modules_prompts_are_those_of_sentence_transformers(checkpoint: Callable[..., Path]) -> None:
+    """E6, D4: sentence-transformers reads config_sentence_transformers.json only beside a modules.json."""
+    folder = checkpoint(pooling=None, prompts=PROMPTS)
+    assert_close(load(folder).embed(TEXTS), encode(reference(folder), TEXTS))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"pooling_mode_max_tokens": True},
+        {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
+        {"pooling_mode_mean_sqrt_len_tokens": True},
+        {"pooling_mode_weightedmean_tokens": True},
+        {"pooling_mode_lasttoken": True},
+        {"pooling_mode": "max"},
+        {"pooling_mode": "lasttoken"},
+        {"pooling_mode": ["cls", "mean"]},
+        {"pooling_mode": []},
+        {"pooling_mode": None},
+        {"pooling_mode": "median"},
+        {"pooling_mode": "mean", "include_prompt": False},
+        {"pooling_mode": "mean", "pooling_mode_dream": True},
+        {"pooling_mode": "mean", "temperature": 2},
+    ],
+)
+def test_pooling_that_is_not_served_is_refused(checkpoint: Callable[..., Path], config: dict[str, Any]) -> None:
+    """D4: an unsupported or unknown mode, several at once, or an unknown field is an error, never mean pooling."""
+    folder = checkpoint()
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": HIDDEN, **config})
+    with pytest.raises(UnsupportedError, match=r"1_Pooling/config\.json"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("config", "mode"),
+    [
+        ({}, "mean"),
+        ({"pooling_mode": ["cls"]}, "cls"),
+        ({"pooling_mode": "cls", "pooling_mode_mean_tokens": True}, "cls"),
+        ({"pooling_mode_mean_tokens": False, "pooling_mode_cls_token": True, "include_prompt": True}, "cls"),
+    ],
+)
+def test_odd_but_valid_pooling_is_read_as_sentence_transformers_does(
+    checkpoint: Callable[..., Path], config: dict[str, Any], mode: str
+) -> None:
+    """D4: no mode set is mean; the new field beats the old booleans."""
+    folder = checkpoint()
+    write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": HIDDEN, **config})
+    module = reference(folder)[1]
+    assert isinstance(module, Pooling)
+    assert read(folder)[0].pooling == module.pooling_mode == mode
+
+
+@pytest.mark.parametrize("width", [HIDDEN - 1, HIDDEN + 1, None, str(HIDDEN)])
+def test_pooling_width_must_be_the_models(checkpoint: Callable[..., Path], width: object) -> None:
+    folder = checkpoint()
+    edit_json(folder / "1_Pooling" / "config.json", word_embedding_dimension=width)
+    with pytest.raises(CheckpointError, match=f"{width} wide.*{HIDDEN} wide"):
+        read(folder)
+
+
+def test_normalize_options_that_change_the_numbers_are_refused(checkpoint: Callable[..., Path]) -> None:
+    """E3: sentence-transformers 6 lets the Normalize module read and write other features."""
+    folder = checkpoint()
+    write_json(folder / "2_Normalize" / "config.json", {"module_input_name": "token_embeddings"})
+    with pytest.raises(UnsupportedError, match="module_input_name"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "type_name",
+    [
+        "sentence_transformers.models.Dense",
+        "sentence_transformers.models.LayerNorm",
+        "sentence_transformers.models.StaticEmbedding",
+        "evil.Thing",
+        "evil.Pooling",
+        "os.system",
+        "sentence_transformers.models.Pooling\n",
+        "sentence_transformers_evil.Pooling",
+        "evil.sentence_transformers.models.Pooling",
+        "Pooling",
+        "",
+    ],
+)
+def test_other_module_types_are_refused_by_name_and_never_imported(
+    checkpoint: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, type_name: str
+) -> None:
+    """O2: class names are compared with a list; evil.py in the folder never runs."""
+    folder, marker = checkpoint(), tmp_path / "marker"
+    for place in (folder, folder / "1_Pooling"):
+        (place / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Thing: pass\n")
+    monkeypatch.syspath_prepend(str(folder))
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["type"] = type_name
+    write_json(folder / "modules.json", modules)
+    with pytest.raises(UnsupportedError) as caught:
+        toolkit.convert(str(folder), tmp_path / "out", verify=False)
+    assert repr(type_name) in str(caught.value)
+    assert not marker.exists()
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("local", [True, False])
+def test_auto_map_is_never_followed(checkpoint: Callable[..., Path], tmp_path: Path, file: str, local: bool) -> None:
+    """O2: code that config.json or tokenizer_config.json names is not executed, from a local folder neither."""
+    folder, marker = checkpoint(), tmp_path / "marker"
+    (folder / "evil.py").write_text(f"open({str(marker)!r}, 'w').close()\nclass Thing: pass\n")
+    thing = "evil.Thing" if local else "someone/else--evil.Thing"
+    auto_map = {
+        "config.json": {"AutoConfig": thing, "AutoModel": thing},
+        "tokenizer_config.json": {"AutoTokenizer": [thing, thing]},
+    }
+    edit_json(folder / file, auto_map=auto_map[file])
+    stages: list[str] = []
+    if file == "config.json":
+        toolkit.convert(str(folder), tmp_path / "out", verify=False, on_stage=stages.append)
+        assert any("auto_map" in stage and "not executed" in stage for stage in stages)
+    else:
+        with pytest.raises(UnsupportedError, match=r"tokenizer_config\.json: auto_map"):
+            toolkit.convert(str(folder), tmp_path / "out", verify=False)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: m[:1],
+        lambda m: [m[0], m[2], m[1]],
+        lambda m: [m[1], m[0], m[2]],
+        lambda m: [*m, m[2]],
+        lambda m: [m[0], m[1], m[1]],
+        lambda m: [{**m[0], "path": "0_Transformer"}, *m[1:]],
+    ],
+)
+def test_other_sequences_of_modules_are_refused(
+    checkpoint: Callable[..., Path], change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+) -> None:
+    folder = checkpoint()
+    modules = change(json.loads((folder / "modules.json").read_text()))
+    write_json(folder / "modules.json", [{**module, "idx": k} for k, module in enumerate(modules)])
+    with pytest.raises(UnsupportedError, match=r"modules\.json"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "{}", "null", "[1]", "[[]]", '[{"idx": 0, "path": ""}]', "\x00", "[" * 100_000 + "]" * 100_000],
+    ids=["empty", "object", "null", "numbers", "lists", "no type", "binary", "deep"],
+)
+def test_malformed_modules_file(checkpoint: Callable[..., Path], text: str) -> None:
+    """O3: hostile JSON is one named error."""
+    folder = checkpoint()
+    (folder / "modules.json").write_text(text)
+    with pytest.raises((CheckpointError, UnsupportedError), match=r"modules\.json"):
+        read(folder)
+
+
+@pytest.mark.parametrize("path", ["../outside", "/etc", "1_Pooling/../../outside"])
+def test_module_folder_outside_of_the_checkpoint(checkpoint: Callable[..., Path], path: str) -> None:
+    folder = checkpoint()
+    write_json(folder.parent / "outside" / "config.json", {"word_embedding_dimension": HIDDEN})
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["path"] = path
+    write_json(folder / "modules.json", modules)
+    with pytest.raises(CheckpointError, match="leaves the checkpoint folder"):
+        read(folder)
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [
+        ({"transformer_task": "fill-mask"}, "transformer_task"),
+        ({"module_output_name": "sentence_embedding"}, "module_output_name"),
+        ({"modality_config": {"text": {"method": "forward", "method_output_name": "pooler_output"}}}, "modality_conf"),
+        ({"processing_kwargs": {"text": {"max_length": 3}}}, "processing_kwargs"),
+        ({"model_args": {"attn_implementation": "eager"}}, "model_args"),
+        ({"surprise": 1}, "surprise"),
+        ({"query_length": 0}, "query_length"),
+    ],
+)
+def test_transformer_options_that_are_not_served(
+    checkpoint: Callable[..., Path], options: dict[str, Any], field: str
+) -> None:
+    folder = checkpoint(sentence_config=options)
+    with pytest.raises(UnsupportedError, match=f"sentence_bert_config.json: {field}"):
+        read(folder)
+
+
+@pytest.mark.parametrize("value", [0, -1, True, 6.0, "6", [6]])
+def test_max_seq_length_must_be_a_positive_integer(checkpoint: Callable[..., Path], value: object) -> None:
+    """E4."""
+    with pytest.raises(CheckpointError, match="max_seq_length"):
+        read(checkpoint(sentence_config={"max_seq_length": value}))
+
+
+@pytest.fixture(scope="module", params=["q", None])
+def prompted(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[Runner, SentenceTransformer]:
+    prompts = {**PROMPTS, "default_prompt_name": request.param}
+    folder = make_checkpoint(tmp_path_factory.mktemp("prompted") / "c", find_recipe("bert").recipe, prompts=prompts)
+    return load(folder), reference(folder)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"prompt_name": "q"},
+        {"prompt_name": "d"},
+        {"prompt_name": "query"},
+        {"prompt": ""},
+        {"prompt": "jumps over "},
+        {"prompt": "", "prompt_name": "d"},
+        {"prompt": "jumps over ", "prompt_name": "unknown"},
+    ],
+)
+def test_prompts_equal_sentence_transformers(
+    prompted: tuple[Runner, SentenceTransformer], options: dict[str, Any]
+) -> None:
+    """E6: default, named, given and switched-off prompts; they travel with the artifact."""
+    runner, model = prompted
+    assert_close(runner.embed(TEXTS, **options), encode(model, TEXTS, **options))
+
+
+def test_the_default_prompt_is_put_in_front_once(checkpoint: Callable[..., Path]) -> None:
+    """E6: default equals the hand-written prefix; an empty prompt moves the vector; ids take no prompt."""
+    runner = load(checkpoint(prompts=PROMPTS))
+    default = runner.embed(["the fox"])
+    plain = runner.embed(["the fox"], prompt="")
+    assert torch.equal(default, runner.embed(["query doc the fox"], prompt=""))
+    assert (default - plain).abs().max() > 0.1
+    row = runner.rows("the fox", "")[0]
+    assert_close(runner.embed(toolkit.TokenIds(row.ids.tolist())), plain)
+
+
+def test_unknown_prompt_names(checkpoint: Callable[..., Path]) -> None:
+    """E6: an unknown name is an error, for the caller and for the checkpoint's own default."""
+    folder = checkpoint(prompts=PROMPTS)
+    with pytest.raises(InputError, match=r"'Q'.*q, d"):
+        load(folder).embed(TEXTS, prompt_name="Q")
+    edit_json(folder / "config_sentence_transformers.json", default_prompt_name="Q")
+    with pytest.raises(CheckpointError, match="default_prompt_name 'Q'"):
+        read(folder)
+    with pytest.raises(ValueError, match="Default prompt name 'Q'"):
+        reference(folder)
+
+
+@pytest.mark.parametrize("prompts", [["q"], "q", {"q": 1}, {"q": ["a"]}])
+def test_malformed_prompts(checkpoint: Callable[..., Path], prompts: object) -> None:
+    with pytest.raises(CheckpointError, match="prompts must map names to texts"):
+        read(checkpoint(prompts={"prompts": prompts}))
+
+
+@pytest.mark.parametrize("dim", [None, 1, 8, HIDDEN])
+@pytest.mark.parametrize("normalize", [True, False])
+def test_truncated_vectors_equal_sentence_transformers(
+    checkpoint: Callable[..., Path], normalize: bool, dim: int | None
+) -> None:
+    """E3: the Normalize module comes first, the prefix is not normalised again."""
+    folder = checkpoint(normalize=normalize)
+    ours = load(folder).embed(TEXTS, truncate_dim=dim)
+    assert_close(ours, encode(reference(folder), TEXTS, truncate_dim=dim))
+    assert ours.shape == (len(TEXTS), dim or HIDDEN)
+    if dim == 8:
+        assert not torch.allclose(ours.norm(dim=1), torch.ones(len(TEXTS)), atol=0.01)
+
+
+@pytest.mark.parametrize("dim", [0, -1, HIDDEN + 1, 2**40])
+def test_truncate_dim_outside_of_the_vector(bert_artifact: Path, dim: int) -> None:
+    """E3."""
+    runner = toolkit.load(bert_artifact, device="cpu", mode="eager")
+    with pytest.raises(InputError, match=f"truncate_dim = {dim}.*{HIDDEN}"):
+        runner.embed(TEXTS, truncate_dim=dim)
+    assert runner.embed([], truncate_dim=8).shape == (0, 8)
+
+
+def test_zero_vectors_stay_finite_under_normalisation(checkpoint: Callable[..., Path]) -> None:
+    """E3, F4: a text without tokens is a zero vector, not NaN."""
+    folder = checkpoint(tokenizer=make_tokenizer(special_tokens=False), normalize=True)
+    assert torch.equal(load(folder).embed(["", "the"])[0], torch.zeros(HIDDEN))
