@@ -1,6 +1,7 @@
 """The same GraphPair as on CUDA, with a checked replay: everything but the capture itself is tested here."""
 
 import random
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 
@@ -102,6 +103,16 @@ def test_results_own_their_memory() -> None:
     for batch, result, vector in zip(batches, results, vectors, strict=True):
         assert_equal(result, eager(model, batch))
         assert torch.equal(vector, result.vectors)
+
+
+def test_threads_may_share_a_pair() -> None:
+    model = tiny_model()
+    pair = make_pair(model)
+    batches = [make_batch(model, [k % 20 + 1, 3], embeds=k % 2 == 1, seed=k) for k in range(40)]
+    expected = [eager(model, batch) for batch in batches]
+    with ThreadPoolExecutor(8) as pool:
+        for ours, theirs in zip(pool.map(pair.run, batches * 4), expected * 4, strict=True):
+            assert_equal(ours, theirs)
 
 
 def test_a_moved_buffer_is_refused() -> None:

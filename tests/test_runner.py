@@ -142,6 +142,10 @@ def test_what_the_artifact_was_not_converted_for(runner: Runner) -> None:
 
 
 def test_unfit_inputs_name_their_number(runner: Runner) -> None:
+    with pytest.raises(InputError, match="inputs are a NoneType"):
+        runner.embed(None)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="truncate_dim"):
+        runner.embed(["a"], truncate_dim=2.5)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="input 1 is a int"):
         runner.embed(["a", 5])  # type: ignore[list-item]
     with pytest.raises(InputError, match="no prompt named 'x'"):

@@ -154,8 +154,18 @@ class Artifact:
         return {name: read_tensor(info) for name, info in infos.items()}
 
 
-# Removes a folder when the process that started it goes away without saying so, however it went.
-_JANITOR = "import shutil, sys; sys.stdin.buffer.read(1) or shutil.rmtree(sys.argv[1], ignore_errors=True)"
+# Removes a folder, and the parents that were made for it, when the process that started it goes away without
+# saying so, however it went.
+_JANITOR = """
+import os, shutil, sys
+if not sys.stdin.buffer.read(1):
+    shutil.rmtree(sys.argv[1], ignore_errors=True)
+    for parent in sys.argv[2:]:
+        try:
+            os.rmdir(parent)
+        except OSError:
+            break
+"""
 
 
 @contextlib.contextmanager
@@ -170,14 +180,13 @@ def atomic_folder(out: Path, *, force: bool) -> Iterator[Path]:
     """
     refuse_occupied(out, force=force)
     temporary = out.absolute().parent / f".{out.name}.{secrets.token_hex(6)}.partial"
+    new_parents = [parent for parent in temporary.parents if not parent.exists()]
     janitor = subprocess.Popen(
-        [sys.executable, "-I", "-S", "-c", _JANITOR, str(temporary)],
+        [sys.executable, "-I", "-S", "-c", _JANITOR, str(temporary), *map(str, new_parents)],
         stdin=subprocess.PIPE,
         start_new_session=True,
     )
-    new_parents: list[Path] = []
     try:
-        new_parents = [parent for parent in temporary.parents if not parent.exists()]
         try:
             temporary.mkdir(parents=True)
         except OSError as error:

@@ -99,7 +99,7 @@ def check_boundary(graph: fx.Graph, model: nn.Module, entry_point: str) -> None:
     indexed_by = {_root(node.args[0]) for node in lookups}
     tables = sum(isinstance(module, nn.Embedding) for module in model.modules())
     where = f"{type(model).__name__}.{entry_point}"
-    if not any("ids" in name for name in indexed_by):
+    if not indexed_by & {"ids", "l_ids_"}:  # dynamo calls the placeholder of a local x "l_x_"
         raise BoundaryError(f"{where}: no embedding lookup of `ids` inside the compiled graph")
     if len(lookups) < tables:
         raise BoundaryError(f"{where}: {len(lookups)} of {tables} embedding tables are looked up inside the graph")

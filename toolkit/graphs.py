@@ -11,6 +11,7 @@ Shape suffixes: T tokens, S sequences, D hidden size, V vector size.
 import bisect
 import contextlib
 import functools
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -226,6 +227,7 @@ class GraphPair:
 
     A bucket is captured on its first use (`warm_up` captures ids buckets ahead); the embeds graph exists only
     once a batch with embeddings has come. A batch that fits no bucket runs without a graph and is counted.
+    Threads may share a pair: one batch at a time is written, replayed and copied out.
 
     Args:
         run_ids: callable over the five tensors of a PackedBatch.
@@ -251,6 +253,7 @@ class GraphPair:
         self._run_ids, self._run_embeds = run_ids, run_embeds
         self._width, self._dtype, self._device = width, dtype, device
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+        self._lock = threading.Lock()
         self._primed: list[Entry] = []
         self._ids_graphs: dict[Bucket, _CudaReplay | _CheckedReplay] = {}
         self._embeds_graphs: dict[Bucket, _CudaReplay | _CheckedReplay] = {}
@@ -262,7 +265,7 @@ class GraphPair:
 
     def warm_up(self, buckets: list[Bucket] | None = None) -> None:
         """Capture ids buckets ahead of use, by default one for each token count of the ladder."""
-        with self._on_device():
+        with self._lock, self._on_device():
             for bucket in buckets if buckets is not None else self.ladder.default():
                 self._ids_graph(bucket)
 
@@ -272,7 +275,7 @@ class GraphPair:
         Returns:
             States of the batch's T tokens and vectors of its S sequences, in memory of their own.
         """
-        with torch.inference_mode(), self._on_device():
+        with self._lock, torch.inference_mode(), self._on_device():
             output = self._replay(batch)
             return GraphOutput(
                 states=output.states[: batch.tokens].clone(),
@@ -281,7 +284,7 @@ class GraphPair:
 
     def vectors(self, batch: PackedBatch) -> Tensor:
         """Like `run`, vectors only: [S, V] in memory of their own."""
-        with torch.inference_mode(), self._on_device():
+        with self._lock, torch.inference_mode(), self._on_device():
             return self._replay(batch).vectors[: batch.sequences].clone()
 
     def _on_device(self) -> contextlib.AbstractContextManager[object]:
@@ -296,7 +299,7 @@ class GraphPair:
         Raises:
             GraphError: the batch fits no bucket.
         """
-        with torch.inference_mode(), self._on_device():
+        with self._lock, torch.inference_mode(), self._on_device():
             graph = self._find(batch)
             if graph is None:
                 raise GraphError(f"a batch of {batch.tokens} tokens and {batch.sequences} sequences fits no bucket")
@@ -326,7 +329,7 @@ class GraphPair:
 
     def poison(self) -> None:
         """Overwrite every static input with garbage; a following `run` must not notice."""
-        with torch.inference_mode():
+        with self._lock, torch.inference_mode():
             for graph in (*self._ids_graphs.values(), *self._embeds_graphs.values()):
                 graph.inputs.poison()
 

@@ -1,7 +1,7 @@
 """Run a converted module: inputs → rows → packed batches → graph → vectors or states, in the caller's order."""
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -139,8 +139,8 @@ class Runner:
             InputError: an input, a prompt name or `truncate_dim` is not acceptable.
         """
         dim = self.artifact.manifest.spec.hidden
-        if truncate_dim is not None and not 1 <= truncate_dim <= dim:
-            raise InputError(f"truncate_dim = {truncate_dim}, expected 1 … {dim}")
+        if truncate_dim is not None and (type(truncate_dim) is not int or not 1 <= truncate_dim <= dim):
+            raise InputError(f"truncate_dim = {truncate_dim!r}, expected a whole number, 1 … {dim}")
         rows = self.rows(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt))
         result = torch.empty(len(rows), dim, device=self.device)
         order: list[int] = []
@@ -166,8 +166,8 @@ class Runner:
     def embed_tokens(self, ids: TokenIds | Sequence[int] | Tensor) -> Tensor:
         """The seam: what `PromptEmbeds` callers must pass for these ids. [tokens, seam width], on the device."""
         row = check_row(ids if isinstance(ids, TokenIds) else TokenIds(ids), self.limits, "ids")  # type: ignore[arg-type]
-        with torch.inference_mode():
-            return self.model.embed_tokens(torch.from_numpy(row.ids).to(self.device)).clone()
+        with torch.no_grad():
+            return self.model.embed_tokens(torch.from_numpy(row.ids).to(self.device))
 
     def score(self, pairs: Sequence[tuple[str, str]], activation: bool = True) -> Tensor:
         """Score pairs of texts; needs an artifact of task `rerank`."""
@@ -221,7 +221,10 @@ class Runner:
         return pack(rows, start)
 
     def run(self, batch: PackedBatch) -> GraphOutput:
-        """Run one packed batch: states [T, D] and vectors float32 [S, D], on the device, in memory of their own."""
+        """Run one packed batch: states [T, D] and vectors float32 [S, D], on the device, in memory of their own.
+
+        They are inference tensors: clone them outside of `torch.inference_mode()` to use them with autograd.
+        """
         return self._executor.run(batch)
 
     def _build_executor(self) -> "_Executor":
@@ -248,6 +251,8 @@ class Runner:
 
     def rows(self, inputs: Input | Sequence[Input], prompt: str) -> list[Row]:
         """Tokenize and check, in the caller's order."""
+        if not isinstance(inputs, RowInput | Iterable):
+            raise InputError(f"inputs are a {type(inputs).__name__}, expected an input or a sequence of them")
         items: list[Any] = [inputs] if isinstance(inputs, str | RowInput) else list(inputs)
         texts: dict[int, str] = {}
         rows: list[Row | None] = [None] * len(items)
