@@ -72,7 +72,7 @@ def test_packing_keeps_the_error_of_long_sums_down() -> None:
     plain, x = nn.Linear(3072, 64), torch.randn(256, 3072)
     exact = x.double() @ plain.weight.double().T + plain.bias.double()
     packed, reference = ((y - exact).pow(2).mean().sqrt() for y in (PackedLinear(plain)(x), plain(x)))
-    assert packed < 1.6 * reference
+    assert packed < 1.8 * reference
 
 
 def test_activations_are_what_transformers_means() -> None:

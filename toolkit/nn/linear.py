@@ -51,7 +51,7 @@ class ActivatedLinear(nn.Linear):
 
 # oneDNN sums over all input features in one chain, where other libraries sum blocks: over long rows its rounding
 # error is two to four times theirs. Rows are cut into pieces of at most this many features.
-_LONGEST_SUM = 384
+_LONGEST_SUM = 512
 
 
 @torch.library.custom_op("toolkit::packed_linear", mutates_args=())
