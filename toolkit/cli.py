@@ -210,9 +210,9 @@ def _print_similarity(texts: list[str], vectors: Any, as_json: bool) -> None:
         _print_json({"texts": texts, "similarity": matrix})
         return
     table = Table(title="cosine similarity", title_justify="left")
-    table.add_column("text", max_width=60, no_wrap=True)
+    table.add_column("text", no_wrap=True, ratio=1)
     for number in range(len(texts)):
-        table.add_column(str(number), justify="right")
+        table.add_column(str(number), justify="right", no_wrap=True, min_width=6)
     for number, (text, row) in enumerate(zip(texts, matrix, strict=True)):
         table.add_row(escape(f"{number} {text}"), *(f"{value:.3f}" for value in row))
     _out.print(table)
