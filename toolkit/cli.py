@@ -210,7 +210,8 @@ def _print_similarity(texts: list[str], vectors: Any, as_json: bool) -> None:
         _print_json({"texts": texts, "similarity": matrix})
         return
     table = Table(title="cosine similarity", title_justify="left")
-    table.add_column("text", no_wrap=True, ratio=1)
+    number_column = 9
+    table.add_column("text", no_wrap=True, max_width=max(24, _out.width - number_column * len(texts) - 4))
     for number in range(len(texts)):
         table.add_column(str(number), justify="right", no_wrap=True, min_width=6)
     for number, (text, row) in enumerate(zip(texts, matrix, strict=True)):

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 import toolkit
 from tests.tiny import edit_json, make_checkpoint
 from toolkit.errors import CheckpointError, InputError, MissingDependencyError, ParityError
+from toolkit.graphs import BucketLadder
 from toolkit.nn import pooling
 from toolkit.parity import TOLERANCES, Cell, ParityReport, verify_folder
 from toolkit.parity.rule import bound, max_abs
@@ -140,6 +141,19 @@ def test_normalisation_left_out_fails_the_gate(fresh: Path, bert_checkpoint: Pat
     manifest = json.loads((fresh / "toolkit.json").read_text(encoding="utf-8"))
     edit_json(fresh / "toolkit.json", pipeline=manifest["pipeline"] | {"normalize": False})
     assert not verify_folder(fresh, bert_checkpoint, device="cpu", modes=["eager"]).passed
+
+
+def test_a_silent_fallback_fails_the_gate(
+    bert_artifact: Path, bert_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """J1: numbers that are right because no graph ran do not count."""
+    short = BucketLadder(tokens=(8,), longest=24)
+    monkeypatch.setattr(BucketLadder, "up_to", lambda *args: short)
+    report = verify_folder(bert_artifact, bert_checkpoint, device="cpu", modes=["graph"])
+    assert not report.passed
+    (miss,) = [cell for cell in report.cells if not cell.passed]
+    assert miss.quantity == "off-graph runs"
+    assert miss.error > 1
 
 
 def test_a_tokenizer_difference_is_reported_as_such(fresh: Path, bert_checkpoint: Path) -> None:

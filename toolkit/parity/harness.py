@@ -147,6 +147,8 @@ def verify_folder(
                     )
                 )
         cells += texts.compare(runner, mode)
+        if mode != "eager":
+            cells.append(_escapes(runner))
     return ParityReport(
         source=artifact.manifest.source["name"],
         device=str(where),
@@ -157,6 +159,24 @@ def verify_folder(
         texts=len(texts.texts),
         notes=notes,
         versions=library_versions(),
+    )
+
+
+def _escapes(runner: Runner) -> Cell:
+    """Batches that ran outside of a graph, and recompiles: none is allowed, or a mode was checked that did not run."""
+    stats = runner.stats
+    served = runner.graphs is None or stats.graph_hits > 0 < stats.embeds_graph_hits
+    count = stats.eager_fallbacks + stats.recompiles + (not served)
+    return Cell(
+        mode=runner.mode,
+        path="all",
+        company="batched",
+        quantity="off-graph runs",
+        cases=stats.graph_hits + stats.embeds_graph_hits,
+        error=float(count),
+        reference_error=0.0,
+        bound=0.0,
+        worst=f"{stats.eager_fallbacks} fallbacks, {stats.recompiles} recompiles",
     )
 
 

@@ -87,7 +87,8 @@ class ParityReport:
             table.add_column(name, justify="right", no_wrap=True)
         rows: dict[tuple[str, str, str], Cell] = {}
         for cell in self.cells:
-            key = (cell.mode, cell.path, f"{cell.cases} × {cell.quantity}")
+            counted = f"{cell.cases} × {cell.quantity}" if cell.reference_error else cell.quantity
+            key = (cell.mode, cell.path, counted)
             if key not in rows or not cell.error <= rows[key].error:
                 rows[key] = cell
         for key, cell in rows.items():
