@@ -10,6 +10,7 @@ from toolkit.batch import PackedBatch, pack, pack_embeds
 from toolkit.compile import Sizes, compile_entry_point, supports_torch_compile
 from toolkit.errors import BoundaryError, MissingDependencyError
 from toolkit.inputs import Row
+from toolkit.nn.linear import pack_linears
 from toolkit.nn.model import Encoder
 
 ENTRY_POINTS = ["forward_ids", "forward_embeds"]
@@ -127,6 +128,22 @@ def test_many_models_in_one_process() -> None:
         compiled = compile_entry_point(model, "forward_ids", Sizes.ANY, backend="eager")
         compiled(*batch_for("forward_ids", [4, 2], model).args())
         assert compiled.compilations == 1
+
+
+@pytest.mark.parametrize("sizes", list(Sizes))
+def test_models_of_other_sizes_do_not_disturb_each_other(sizes: Sizes) -> None:
+    """What dynamo learns from one model (these sizes change) must not make another's weights dynamic."""
+    for hidden in (40, 80, 120):
+        model = tiny_model(hidden_size=hidden)
+        pack_linears(model)
+        compiled = compile_entry_point(model, "forward_ids", sizes)
+        for lengths in ([5, 3], [9], [24, 2, 2]):
+            compiled(*batch_for("forward_ids", lengths, model).args())
+        assert compiled.compilations == 1
+        assert compiled.graph is not None
+        weights = [node for node in compiled.graph.find_nodes(op="placeholder") if "weights_0" in node.name]
+        assert weights
+        assert all(type(n) is int for node in weights for n in node.meta["example_value"].shape)
 
 
 def test_a_missing_compiler_is_an_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ that none below 2 comes: right for the fixed buckets of a captured graph.
 
 import enum
 import inspect
+import itertools
 import shutil
 import types
 from collections.abc import Callable
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 _Module = TypeVar("_Module", bound=type[nn.Module])
+_counter = itertools.count()
 _LOOKUPS = (torch.nn.functional.embedding, torch.embedding, torch.ops.aten.embedding.default)
 
 
@@ -129,11 +131,11 @@ class CompiledEntryPoint:
         method = getattr(type(model), name)
         names = list(inspect.signature(method).parameters)[1:]
         self._dynamic = tuple(k for k, n in enumerate(names) if n in contract.dynamic_first_dim)
-        # dynamo keeps one list of compiled variants a code object, with a limit on its length: a copy of the
-        # code object gives every model its own list, however many models a process loads
-        own = types.FunctionType(
-            method.__code__.replace(), method.__globals__, name, method.__defaults__, method.__closure__
-        )
+        # dynamo keeps one list of compiled variants a code object, with a limit on its length, and remembers by the
+        # code's name which sizes it has seen, to make those that change dynamic. A copy of the code under a name of
+        # its own keeps models of one class apart, however many a process loads.
+        code = method.__code__.replace(co_name=f"{name}_{next(_counter)}")
+        own = types.FunctionType(code, method.__globals__, name, method.__defaults__, method.__closure__)
         self._compiled = torch.compile(types.MethodType(own, model), fullgraph=True, backend=self._compile)
 
     def _compile(self, module: fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
