@@ -39,6 +39,8 @@ def rows(result: dict[str, Any], machine: str) -> list[str]:
                     if peer["setting"]
                     else f"{peer['value']:,.0f} {peer['unit']}"
                 )
+                if who == "transformers":
+                    who += f", {result.get('peer_attention', 'eager')} attention"
                 lines.append(
                     f"| {machine} | {what} | {ours['value']:,.0f} {ours['unit']} | {who} | {theirs} | "
                     f"**{peer['ratio']:.2f} ×** |"

@@ -38,6 +38,10 @@ def test_every_peer_is_in_the_same_run_with_the_same_vectors(result: dict) -> No
     assert max(result["max_difference"].values()) < 1e-5
 
 
+def test_transformers_runs_the_attention_that_is_claimed(result: dict) -> None:
+    assert result["peer_attention"] == "sdpa"
+
+
 def test_ratios_compare_with_ours(result: dict) -> None:
     groups: dict[str, list[dict]] = {}
     for m in result["measurements"]:

@@ -155,3 +155,34 @@ def test_a_missing_compiler_is_an_error_with_the_fix(monkeypatch: pytest.MonkeyP
 def test_an_empty_row_is_a_row() -> None:
     empty = Row(ids=np.zeros(0, np.int32), segments=np.zeros(0, np.int32), embeds=())
     assert pack([empty], 0).sequences == 1
+
+
+class _TwoTables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token, self.position = nn.Embedding(9, 4), nn.Embedding(9, 4)
+
+    def forward_hidden(self, ids: Tensor, hidden: Tensor, positions: Tensor) -> Tensor:
+        """The position tables are inside, the token table is not."""
+        return hidden + self.position(positions) + self.token(positions) + ids[:, None] * 0
+
+    def forward_token_only(self, ids: Tensor, positions: Tensor) -> Tensor:
+        return self.token(ids) + positions[:, None]
+
+    def forward_keyword(self, ids: Tensor, *, positions: Tensor) -> Tensor:
+        return self.token(ids)
+
+
+def test_each_kind_of_lookup_is_missed() -> None:
+    declared = ("forward_hidden", "forward_token_only")
+    free = ("ids", "hidden", "positions")
+    model = supports_torch_compile(entry_points=declared, dynamic_first_dim=free)(_TwoTables)()
+    ids = torch.tensor([1, 2, 3], dtype=torch.int32)
+    hidden = compile_entry_point(model, "forward_hidden", Sizes.ANY, backend="eager")
+    with pytest.raises(BoundaryError, match="no embedding lookup of `ids`"):
+        hidden(ids, torch.zeros(3, 4), ids.clone())
+    partly = compile_entry_point(model, "forward_token_only", Sizes.ANY, backend="eager")
+    with pytest.raises(BoundaryError, match="1 of 2 embedding tables"):
+        partly(ids, ids.clone())
+    with pytest.raises(BoundaryError, match="'positions' is optional"):
+        supports_torch_compile(entry_points=("forward_keyword",), dynamic_first_dim=free)(_TwoTables)

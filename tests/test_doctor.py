@@ -3,6 +3,7 @@
 import importlib.metadata
 import json
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -89,8 +90,13 @@ def test_a_missing_compiler() -> None:
 
 
 @pytest.mark.parametrize("name", sorted(COMPILERS))
-def test_any_one_compiler_will_do(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+def test_the_compiler_is_the_one_that_inductor_takes(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """inductor runs $CXX, or g++ on Linux; another one on the path does not help it."""
     monkeypatch.setattr(shutil, "which", lambda wanted, *rest: f"/usr/bin/{name}" if wanted == name else None)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.delenv("CXX", raising=False)
+    assert finding(diagnose(), "CPU compiler").present == (name == "g++")
+    monkeypatch.setenv("CXX", name)
     assert finding(diagnose(), "CPU compiler").present
     assert diagnose().modes["cpu"] == "compile"
 

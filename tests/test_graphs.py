@@ -9,9 +9,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from tests.helpers import CPU, random_rows, tiny_model
-from toolkit.batch import PackedBatch, pack, pack_embeds
+from toolkit.batch import EmbedsBatch, PackedBatch, pack, pack_embeds
 from toolkit.errors import GraphError
 from toolkit.graphs import Bucket, BucketLadder, GraphOutput, GraphPair
 from toolkit.nn.model import Encoder
@@ -203,3 +204,72 @@ def test_small_buckets_have_one_length() -> None:
     ladder = BucketLadder.up_to(2048, 512)
     assert {ladder.find(500, 4, n).max_len for n in (10, 130, 400)} == {512}  # type: ignore[union-attr]
     assert [ladder.find(1500, 4, n).max_len for n in (10, 130, 400)] == [128, 256, 512]  # type: ignore[union-attr]
+
+
+def test_a_smaller_batch_leaves_nothing_of_a_larger_one() -> None:
+    model = tiny_model()
+    pair = make_pair(model)
+    large = make_batch(model, [16, 16], embeds=True)
+    assert isinstance(large, EmbedsBatch)
+    ones = torch.ones(32, dtype=torch.int32)
+    large = replace(large, ids=ones, segments=ones, is_embed=ones.bool(), embeds=torch.ones(32, 40))
+    pair.run(large)
+    (graph,) = pair._embeds_graphs.values()
+    pair.run(make_batch(model, [3], embeds=True))
+    ids, positions, segments, cu_seqlens, max_len, _, is_embed = graph.inputs.tensors()
+    assert ids[3:].tolist() == positions[3:].tolist() == segments[3:].tolist() == [0] * 29
+    assert not is_embed[3:].any()
+    assert cu_seqlens.tolist() == [0] + [3] * 8
+    assert max_len.tolist() == [24]
+
+
+def test_an_output_that_left_the_device_is_refused() -> None:
+    model = tiny_model()
+    calls: list[int] = []
+
+    def leaves(ids: Tensor, *rest: Tensor) -> GraphOutput:
+        calls.append(1)
+        device = "cpu" if len(calls) == 1 else "meta"
+        return GraphOutput(states=torch.empty(len(ids), 4, device=device), vectors=torch.empty(8, 4, device=device))
+
+    ladder = BucketLadder.up_to(32, 24)
+    pair = GraphPair(leaves, leaves, ladder=ladder, width=4, dtype=torch.float32, device=CPU)
+    with pytest.raises(GraphError, match="left the device"):
+        pair.run(make_batch(model, [4], embeds=False))
+
+
+def test_a_prepared_replay_sees_its_batch() -> None:
+    model = tiny_model()
+    pair = make_pair(model)
+    batch = make_batch(model, [4, 7], embeds=False)
+    expected = pair.run(batch)
+    pair.run(make_batch(model, [5, 6], embeds=False, seed=3))
+    replay = pair.prepare(batch)
+    pair.stats.graph_hits = 0
+    assert torch.equal(replay().states[:11], expected.states)
+    assert pair.stats.graph_hits == 0
+
+
+def test_default_buckets_and_warm_up_of_one() -> None:
+    ladder = BucketLadder.up_to(2048, 512)
+    default = ladder.default()
+    assert [bucket.tokens for bucket in default] == sorted(ladder.tokens, reverse=True)
+    assert default[0] == Bucket(tokens=2048, sequences=64, max_len=512)
+    assert default[-1] == Bucket(tokens=32, sequences=8, max_len=32)
+    assert ladder.find(1024, 4, 10) == Bucket(tokens=1024, sequences=16, max_len=512)
+    assert ladder.find(1500, 4, 128) == Bucket(tokens=1536, sequences=24, max_len=128)
+    assert ladder.find(600, 1, 512) is not None
+    assert ladder.find(600, 1, 513) is None
+    pair = make_pair(tiny_model())
+    pair.warm_up([Bucket(tokens=48, sequences=8, max_len=24)])
+    assert pair.captured == {"ids": [Bucket(tokens=48, sequences=8, max_len=24)], "embeds": []}
+
+
+def test_drop_forgets_one_path_only() -> None:
+    model = tiny_model()
+    pair = make_pair(model)
+    for embeds in (False, True):
+        pair.run(make_batch(model, [4], embeds=embeds))
+    pair.drop("embeds")
+    assert len(pair.captured["ids"]) == 1
+    assert pair.captured["embeds"] == []

@@ -187,3 +187,30 @@ def test_warm_up_captures_the_ladder(bert_artifact: Path) -> None:
     assert [bucket["tokens"] for bucket in runner.stats.captured["ids"]] == [32, 48, 64, 96]
     runner.embed(["a fox"])
     assert runner.stats.recompiles == 0
+
+
+def test_groups_fill_batches_and_separate_embeds(bert_artifact: Path) -> None:
+    runner = toolkit.load(bert_artifact, device="cpu", mode="eager", batch_tokens=48)
+    assert toolkit.load(bert_artifact, device="cpu", mode="eager", batch_tokens=5).batch_tokens == 24
+    lengths = [3, 24, 10, 24, 11]
+    rows = runner.rows([TokenIds([5] * n) for n in lengths], "")
+    groups = [members for members, _ in runner._batches(rows)]
+    assert groups == [[1, 3], [4, 2, 0]]
+
+
+def test_truncation_keeps_the_first_values(bert_artifact: Path) -> None:
+    runner = toolkit.load(bert_artifact, device="cpu", mode="eager")
+    full = runner.embed(["a fox"])
+    assert torch.equal(runner.embed(["a fox"], truncate_dim=3), full[:, :3])
+    assert runner.embed(["a fox"], truncate_dim=40).shape == (1, 40)
+    for bad in (0, 41, True):
+        with pytest.raises(toolkit.errors.InputError, match="1 … 40"):
+            runner.embed(["a fox"], truncate_dim=bad)
+    assert not torch.equal(runner.embed(["a fox"], prompt="query "), full)
+    assert torch.equal(runner.embed(["a fox"], prompt="query "), runner.embed(["query a fox"]))
+
+
+@pytest.mark.parametrize("tokens", [0, -5, 2.5, "9", True])
+def test_load_refuses_an_impossible_batch_size(tokens: object, bert_artifact: Path) -> None:
+    with pytest.raises(InputError, match="batch_tokens"):
+        toolkit.load(bert_artifact, device="cpu", mode="eager", batch_tokens=tokens)  # type: ignore[arg-type]

@@ -12,7 +12,9 @@ that none below 2 comes: right for the fixed buckets of a captured graph.
 import enum
 import inspect
 import itertools
+import os
 import shutil
+import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -67,10 +69,12 @@ def supports_torch_compile(
         dynamic_first_dim: names of their arguments whose first dimension varies between calls.
 
     Raises:
-        BoundaryError: a method is missing, has a default or variadic argument, or takes no `ids`.
+        BoundaryError: a method is missing, has a default or variadic argument, or takes no `ids`; or no entry
+            point takes an argument that `dynamic_first_dim` names.
     """
 
     def decorate(cls: _Module) -> _Module:
+        known: set[str] = set()
         for name in entry_points:
             method = getattr(cls, name, None)
             if not inspect.isfunction(method):
@@ -84,6 +88,10 @@ def supports_torch_compile(
                     )
             if "ids" not in {parameter.name for parameter in parameters}:
                 raise BoundaryError(f"{cls.__name__}.{name} takes no `ids`: the embedding layer is outside of it")
+            known.update(parameter.name for parameter in parameters)
+        unknown = sorted(set(dynamic_first_dim) - known)
+        if unknown:
+            raise BoundaryError(f"{cls.__name__}: no entry point takes {unknown[0]!r}, named in dynamic_first_dim")
         contract = CompileContract(entry_points=entry_points, dynamic_first_dim=frozenset(dynamic_first_dim))
         cls.compile_contract = contract  # pyright: ignore[reportAttributeAccessIssue]
         return cls
@@ -98,20 +106,27 @@ def check_boundary(graph: fx.Graph, model: nn.Module, entry_point: str) -> None:
         BoundaryError: naming what is outside.
     """
     lookups = [node for node in graph.nodes if node.op == "call_function" and node.target in _LOOKUPS]
-    indexed_by = {_root(node.args[0]) for node in lookups}
+    indexed_by = {name for node in lookups for name in _sources(_argument(node, 0, "input"))}
+    looked_up = {_argument(node, 1, "weight") for node in lookups}
     tables = sum(isinstance(module, nn.Embedding) for module in model.modules())
     where = f"{type(model).__name__}.{entry_point}"
     if not indexed_by & {"ids", "l_ids_"}:  # dynamo calls the placeholder of a local x "l_x_"
         raise BoundaryError(f"{where}: no embedding lookup of `ids` inside the compiled graph")
-    if len(lookups) < tables:
-        raise BoundaryError(f"{where}: {len(lookups)} of {tables} embedding tables are looked up inside the graph")
+    if len(looked_up) < tables:
+        raise BoundaryError(f"{where}: {len(looked_up)} of {tables} embedding tables are looked up inside the graph")
 
 
-def _root(node: Any) -> str:
-    """Name of the placeholder that an index comes from, through casts and views."""
-    while isinstance(node, fx.Node) and node.op != "placeholder" and node.args:
-        node = node.args[0]
-    return node.name if isinstance(node, fx.Node) else ""
+def _argument(node: fx.Node, place: int, name: str) -> Any:
+    return node.args[place] if len(node.args) > place else node.kwargs[name]
+
+
+def _sources(node: Any) -> set[str]:
+    """Names of the placeholders that an index is computed from."""
+    if not isinstance(node, fx.Node):
+        return set()
+    if node.op == "placeholder":
+        return {node.name}
+    return {name for source in node.all_input_nodes for name in _sources(source)}
 
 
 class CompiledEntryPoint:
@@ -193,6 +208,7 @@ def why_no_compiler(device: torch.device) -> str | None:
         except ImportError:
             return "Triton is not installed (pip install 'dualgraph-toolkit[gpu]')"
         return None
-    if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-        return "no C++ compiler was found (apt-get install g++)"
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler was found: inductor looks for {compiler} (apt-get install g++, or set CXX)"
     return None

@@ -214,6 +214,10 @@ class _CheckedReplay:
     def replay(self) -> GraphOutput:
         if [tensor.data_ptr() for tensor in self.inputs.tensors()] != self._addresses:
             raise GraphError("a static input buffer moved since the capture: a replay would read stale memory")
+        with torch.inference_mode():
+            return self._run()
+
+    def _run(self) -> GraphOutput:
         output = self._entry(*self._args)
         if any(tensor.device != self._args[0].device for tensor in output):
             raise GraphError("an output left the device during the replay")
@@ -227,7 +231,7 @@ class GraphPair:
 
     A bucket is captured on its first use (`warm_up` captures ids buckets ahead); the embeds graph exists only
     once a batch with embeddings has come. A batch that fits no bucket runs without a graph and is counted.
-    Threads may share a pair: one batch at a time is written, replayed and copied out.
+    Threads that use one CUDA stream may share a pair: one batch at a time is written, replayed and copied out.
 
     Args:
         run_ids: callable over the five tensors of a PackedBatch.

@@ -69,11 +69,13 @@ class Pipeline:
             InputError: there is no prompt of that name.
         """
         if text is not None:
+            if not isinstance(text, str):
+                raise InputError(f"prompt is a {type(text).__name__}, expected a text")
             return text
         name = name if name is not None else self.default_prompt
         if name is None:
             return ""
-        if name not in self.prompts:
+        if not isinstance(name, str) or name not in self.prompts:
             raise InputError(f"no prompt named {name!r}; this model has: {', '.join(self.prompts) or 'none'}")
         return self.prompts[name]
 

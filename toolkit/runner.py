@@ -369,10 +369,12 @@ def load(
 
     Raises:
         ArtifactError: the folder is no artifact or is damaged.
-        InputError: no such device or mode.
+        InputError: no such device or mode, or `batch_tokens` is no positive number.
         MissingDependencyError: the mode needs a compiler that this machine lacks.
         UnsupportedError: no attention backend fits the model on this device.
     """
+    if batch_tokens is not None and (type(batch_tokens) is not int or batch_tokens < 1):
+        raise InputError(f"batch_tokens = {batch_tokens!r}, expected a positive whole number")
     artifact = Artifact.open(out)
     where = resolve_device(device)
     return Runner(

@@ -70,6 +70,7 @@ def test_the_backend_is_chosen_when_a_module_is_built() -> None:
         (SPEC, "cpu", torch.float32, "varlen", "varlen: runs on cuda only"),
         (SPEC, "cuda", torch.float32, "varlen", "varlen: does not take torch.float32"),
         (replace(SPEC, head_dim=264), "cuda", torch.bfloat16, "varlen", "varlen: head size 264 exceeds 256"),
+        (replace(SPEC, head_dim=12), "cuda", torch.bfloat16, "varlen", "varlen: head size 12 is no multiple of 8"),
         (SPEC, "cpu", torch.float32, "nonsense", "nonsense"),
     ],
 )

@@ -182,7 +182,10 @@ def test_convert_fails_and_writes_nothing(
 
 
 def test_verify_finds_its_source_and_refuses_another(bert_checkpoint: Path, fresh: Path, tmp_path: Path) -> None:
-    assert toolkit.verify(fresh, device="cpu", modes=["eager"]).passed
+    report = toolkit.verify(fresh, device="cpu", modes=["eager", "eager"])
+    assert report.passed
+    assert report.notes == ("not checked, as not asked for: compile, graph",)
+    assert len(report.cells) == 12
     assert (fresh / "parity.json").is_file()
     other = make_checkpoint(tmp_path / "other", RECIPES[0], seed=5)
     with pytest.raises(CheckpointError, match="other digests"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from toolkit.errors import UnsupportedError
 from toolkit.spec import AttentionSpec
 
-__all__ = ["BACKENDS", "AttentionBackend", "Backend", "choose_backend", "why_unavailable"]
+__all__ = ["BACKENDS", "AttentionBackend", "Backend", "choose_backend"]
 
 
 class AttentionBackend(Protocol):
@@ -46,6 +46,7 @@ class Backend:
     device: str
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int
+    head_dim_multiple: int
 
     def why_unavailable(self) -> str | None:
         """None if it can run on this machine, else the reason and the fix."""
@@ -59,6 +60,8 @@ class Backend:
             return f"does not take {dtype}"
         if spec.head_dim > self.max_head_dim:
             return f"head size {spec.head_dim} exceeds {self.max_head_dim}"
+        if spec.head_dim % self.head_dim_multiple:
+            return f"head size {spec.head_dim} is no multiple of {self.head_dim_multiple}"
         if spec.causal:
             return "causal attention is not supported yet"
         return self.why_unavailable()
@@ -79,6 +82,7 @@ BACKENDS = (
         device="cuda",
         dtypes=_HALF,
         max_head_dim=256,
+        head_dim_multiple=8,
     ),
     Backend(
         name="flash3",
@@ -86,6 +90,7 @@ BACKENDS = (
         device="cuda",
         dtypes=_HALF,
         max_head_dim=256,
+        head_dim_multiple=8,
     ),
     Backend(
         name="efficient",
@@ -93,8 +98,11 @@ BACKENDS = (
         device="cuda",
         dtypes=(torch.float32, *_HALF),
         max_head_dim=2**16,
+        head_dim_multiple=8,
     ),
-    Backend(name="sdpa", module="toolkit.attention.sdpa", device="cpu", dtypes=_ANY, max_head_dim=2**30),
+    Backend(
+        name="sdpa", module="toolkit.attention.sdpa", device="cpu", dtypes=_ANY, max_head_dim=2**30, head_dim_multiple=1
+    ),
 )
 
 
@@ -115,8 +123,3 @@ def choose_backend(
             return backend.name, backend.load()
         reasons.append(f"{backend.name}: {reason}")
     raise UnsupportedError(f"no attention backend for {dtype} on {device} ({'; '.join(reasons) or name})")
-
-
-def why_unavailable(name: str) -> str | None:
-    """None if the backend `name` can run on this machine, else the reason and the fix."""
-    return next(b for b in BACKENDS if b.name == name).why_unavailable()

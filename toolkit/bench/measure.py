@@ -18,7 +18,7 @@ from toolkit.batch import PackedBatch
 from toolkit.bench.peers import Peers
 from toolkit.bench.report import BenchResult, Measurement
 from toolkit.bench.texts import lognormal_lengths, random_texts
-from toolkit.errors import ParityError
+from toolkit.errors import InputError, ParityError, UnsupportedError
 from toolkit.inputs import PromptEmbeds, Row, TokenIds, check_row
 from toolkit.parity.harness import find_source
 from toolkit.runner import Runner, load
@@ -50,13 +50,19 @@ def run_bench(
 
     Raises:
         CheckpointError: the artifact's source is not there.
+        InputError: `packed_tokens` exceeds a batch.
         MissingDependencyError: a peer is not installed.
         ParityError: a peer gives other vectors, so that a comparison would mean nothing.
+        UnsupportedError: the checkpoint has a default prompt.
     """
     artifact = Artifact.open(out)
+    if artifact.manifest.pipeline.prompt(None, None):
+        raise UnsupportedError("a checkpoint with a default prompt is not measured: not every peer would add it")
     checkpoint = find_source(artifact, source)
     on_stage("starting fresh processes to time the start-up")
     runner = load(out, device=device, mode=mode)
+    if packed_tokens is not None and packed_tokens > runner.batch_tokens:
+        raise InputError(f"packed_tokens = {packed_tokens}, a batch holds at most {runner.batch_tokens} tokens")
     measurements = _start_up(artifact, runner, checkpoint)
     longest = min(256, artifact.manifest.tokenizer.limit)
     chosen = random_texts(artifact, lognormal_lengths(texts, None, longest, 3.4))
@@ -91,6 +97,7 @@ def run_bench(
         artifact=artifact.manifest.source["name"],
         mode=runner.mode,
         attention=runner.attention,
+        peer_attention=peers.attention,
         dtype=artifact.manifest.dtype,
         hardware=torch.cuda.get_device_name() if cuda else f"{_cpu_name()}, {torch.get_num_threads()} threads",
         versions=library_versions(),

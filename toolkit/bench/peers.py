@@ -43,6 +43,11 @@ class Peers:
                 exact = TransformersReference(checkpoint, torch.float32, device, attention="sdpa")
                 self._onnx = _OnnxPeer(exact.model, artifact)
 
+    @property
+    def attention(self) -> str:
+        """The attention that transformers' model runs, as it reports it."""
+        return self._model.model.config._attn_implementation
+
     def encoders(self) -> list[tuple[str, str, Encode]]:
         """(name, setting, texts → vectors) for batches of several sizes."""
         found: list[tuple[str, str, Encode]] = [

@@ -27,6 +27,7 @@ class BenchResult:
     artifact: str
     mode: str
     attention: str
+    peer_attention: str
     dtype: str
     hardware: str
     versions: dict[str, str]

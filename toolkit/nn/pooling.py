@@ -24,6 +24,8 @@ def mean(states_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
 def cls(states_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
     """State of each sequence's first token."""
     offsets = cu_seqlens.long()
+    if states_TD.shape[0] == 0:
+        return states_TD.new_zeros(offsets.shape[0] - 1, states_TD.shape[1], dtype=torch.float32)
     first_SD = states_TD[offsets[:-1].clamp(max=states_TD.shape[0] - 1)].float()
     return torch.where((offsets.diff() > 0)[:, None], first_SD, 0.0)
 

@@ -185,7 +185,8 @@ def _choose_modes(modes: Sequence[str] | None, device: torch.device) -> tuple[li
     if unknown:
         raise InputError(f"mode {unknown[0]!r} is unknown; use {', '.join(MODES)}")
     if modes:
-        return list(modes), ()
+        left = [mode for mode in MODES if mode not in modes]
+        return list(dict.fromkeys(modes)), (f"not checked, as not asked for: {', '.join(left)}",) if left else ()
     reason = why_no_compiler(device)
     if reason is not None:
         return ["eager"], (f"modes compile and graph were not checked: {reason}",)
@@ -195,7 +196,7 @@ def _choose_modes(modes: Sequence[str] | None, device: torch.device) -> tuple[li
 def _lengths(limit: int) -> list[int]:
     """1, 2, limit - 1, limit, and a spread between them."""
     spread = {max(1, round(limit * share)) for share in (0.02, 0.05, 0.1, 0.25, 0.6)}
-    return sorted(({1, 2, limit - 1, limit} | spread) - {0})
+    return sorted(length for length in {1, 2, limit - 1, limit} | spread if 1 <= length <= limit)
 
 
 def _cases(artifact: Artifact, exact: TransformersReference, path: str) -> list[_Case]:

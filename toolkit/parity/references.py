@@ -40,7 +40,7 @@ class TransformersReference:
             self.model: Any = AutoModel.from_pretrained(
                 str(root),
                 dtype=dtype,
-                attn_implementation="eager",
+                attn_implementation=attention,
                 trust_remote_code=False,
                 local_files_only=True,
             )

@@ -2,6 +2,7 @@
 
 import io
 import json
+import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,8 @@ class ParityReport:
 
     def summary(self) -> str:
         """One line: the verdict, and the worst miss if there is one."""
+        if not self.cells:
+            return "parity failed: nothing was compared"
         if self.tokenizer:
             return (
                 f"parity failed: {len(self.tokenizer)} of {self.texts} texts tokenize differently ({self.tokenizer[0]})"
@@ -74,7 +77,7 @@ class ParityReport:
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, for JSON."""
         data = asdict(self)
-        data["cells"] = [asdict(cell) | {"passed": cell.passed} for cell in self.cells]
+        data["cells"] = [_finite(asdict(cell)) | {"passed": cell.passed} for cell in self.cells]
         return {"passed": self.passed, "summary": self.summary()} | data
 
     def table(self) -> Table:
@@ -99,7 +102,7 @@ class ParityReport:
 
     def write(self, folder: Path) -> None:
         """Write `parity.json` and `parity.html` into `folder`."""
-        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=True)
+        text = json.dumps(self.to_dict(), indent=2, ensure_ascii=False, allow_nan=False)
         (folder / "parity.json").write_text(text + "\n", encoding="utf-8")
         console = Console(record=True, file=io.StringIO(), width=130)
         console.print(self.source, style="bold", markup=False)
@@ -109,3 +112,8 @@ class ParityReport:
             console.print(note, markup=False)
         console.print("  ".join(f"{name} {number}" for name, number in self.versions.items()))
         console.save_html(str(folder / "parity.html"))
+
+
+def _finite(values: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no infinity: an error that is not finite is written as a text."""
+    return {k: str(v) if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
