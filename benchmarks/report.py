@@ -25,6 +25,11 @@ def best(result: dict[str, Any], what: str, who: str) -> dict[str, Any] | None:
     return min(found, key=lambda m: m["ratio"]) if found else None
 
 
+def label(result: dict[str, Any], who: str) -> str:
+    """A peer's name; transformers' with the attention that it ran (files without the field: its eager one)."""
+    return f"transformers, {result.get('peer_attention', 'eager')} attention" if who == "transformers" else who
+
+
 def rows(result: dict[str, Any], machine: str) -> list[str]:
     kinds = ("strings to vectors", "model only", "one text of", "model only, one text of")
     lines: list[str] = []
@@ -39,10 +44,8 @@ def rows(result: dict[str, Any], machine: str) -> list[str]:
                     if peer["setting"]
                     else f"{peer['value']:,.0f} {peer['unit']}"
                 )
-                if who == "transformers":
-                    who += f", {result.get('peer_attention', 'eager')} attention"
                 lines.append(
-                    f"| {machine} | {what} | {ours['value']:,.0f} {ours['unit']} | {who} | {theirs} | "
+                    f"| {machine} | {what} | {ours['value']:,.0f} {ours['unit']} | {label(result, who)} | {theirs} | "
                     f"**{peer['ratio']:.2f} ×** |"
                 )
     return lines
@@ -79,7 +82,8 @@ def draw() -> None:
         bars: dict[str, float] = {}
         for m in result["measurements"]:
             if m["what"].startswith(kind) and "copied" not in m["setting"]:
-                bars[m["who"]] = max(bars.get(m["who"], 0), m["value"])
+                who = label(result, m["who"])
+                bars[who] = max(bars.get(who, 0), m["value"])
         names = sorted(bars, key=lambda who: bars[who])
         colours = ["#2a6f97" if who == "toolkit" else "#b8c4cc" for who in names]
         drawn = axis.barh(names, [bars[who] for who in names], color=colours)
