@@ -95,7 +95,7 @@ def draw() -> None:
         axis.set_xlabel("tokens per second")
         axis.spines[["top", "right"]].set_visible(False)
         axis.xaxis.set_major_locator(MaxNLocator(4))
-        axis.xaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+        axis.xaxis.set_major_formatter(lambda value, _: f"{value / 1e6:g} M" if value >= 1e6 else f"{value:,.0f}")
     figure.suptitle("all-MiniLM-L6-v2", fontsize=11)
     figure.tight_layout()
     figure.savefig(FOLDER / "minilm.svg", metadata={"Date": None})
