@@ -265,7 +265,8 @@ class GraphPair:
     @property
     def captured(self) -> dict[str, list[Bucket]]:
         """Buckets captured so far, by path."""
-        return {"ids": sorted(self._ids_graphs), "embeds": sorted(self._embeds_graphs)}
+        with self._lock:
+            return {"ids": sorted(self._ids_graphs), "embeds": sorted(self._embeds_graphs)}
 
     def warm_up(self, buckets: list[Bucket] | None = None) -> None:
         """Capture ids buckets ahead of use, by default one for each token count of the ladder."""
@@ -339,7 +340,8 @@ class GraphPair:
 
     def drop(self, path: str) -> None:
         """Forget the captured graphs of a path ("ids" or "embeds"); they are captured anew on use."""
-        {"ids": self._ids_graphs, "embeds": self._embeds_graphs}[path].clear()
+        with self._lock:
+            {"ids": self._ids_graphs, "embeds": self._embeds_graphs}[path].clear()
 
     def _ids_graph(self, bucket: Bucket) -> "_CudaReplay | _CheckedReplay":
         if bucket not in self._ids_graphs:
