@@ -1,6 +1,7 @@
 """Shared fixtures: tiny checkpoints and artifacts, made once a session."""
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="session")
 def bert_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_checkpoint(tmp_path_factory.mktemp("checkpoint") / "bert", find_recipe("bert").recipe)
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """Makes a checkpoint of the BERT recipe with the options of `make_checkpoint`."""
+    recipe = find_recipe("bert").recipe
+    return lambda **options: make_checkpoint(tmp_path / "checkpoint", recipe, **options)
 
 
 @pytest.fixture(scope="session")

@@ -11,6 +11,7 @@ from sentence_transformers import SentenceTransformer
 from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
 
 import toolkit
+from tests.converted import load, reference
 from tests.tiny import edit_json, make_checkpoint, make_tokenizer, write_json
 from toolkit.checkpoint import open_checkpoint
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
@@ -23,24 +24,8 @@ TEXTS = ["the fox", "query doc text one two three", "a"]
 PROMPTS = {"prompts": {"q": "query doc ", "d": "text one "}, "default_prompt_name": "q"}
 
 
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    recipe = find_recipe("bert").recipe
-    return lambda **options: make_checkpoint(tmp_path / "checkpoint", recipe, **options)
-
-
 def read(folder: Path) -> tuple[Pipeline, list[str]]:
     return read_pipeline(open_checkpoint(str(folder)), HIDDEN)
-
-
-def load(folder: Path) -> Runner:
-    out = folder.parent / "out"
-    toolkit.convert(str(folder), out, verify=False, force=out.exists())
-    return toolkit.load(out, device="cpu", mode="eager")
-
-
-def reference(folder: Path) -> SentenceTransformer:
-    return SentenceTransformer(str(folder), device="cpu")
 
 
 def encode(model: SentenceTransformer, texts: list[str], **options: Any) -> torch.Tensor:

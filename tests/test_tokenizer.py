@@ -12,31 +12,15 @@ from tokenizers import Tokenizer, normalizers, processors
 from transformers import AddedToken, PreTrainedTokenizerFast
 
 import toolkit
-from tests.tiny import edit_json, make_checkpoint, make_tokenizer
+from tests.converted import load, reference
+from tests.tiny import edit_json, make_tokenizer
 from toolkit.errors import CheckpointError, InputError, ToolkitError, UnsupportedError
-from toolkit.registry import find_recipe
 from toolkit.runner import Runner
 from toolkit.tokenizer import text_limit
 
 HIDDEN, POSITIONS = 40, 24
 CLS, SEP, PAD, UNK = 2, 3, 0, 1
 VOCAB = make_tokenizer().get_vocab()
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Callable[..., Path]:
-    recipe = find_recipe("bert").recipe
-    return lambda **options: make_checkpoint(tmp_path / "checkpoint", recipe, **options)
-
-
-def load(folder: Path) -> Runner:
-    out = folder.parent / "out"
-    toolkit.convert(str(folder), out, verify=False, force=out.exists())
-    return toolkit.load(out, device="cpu", mode="eager")
-
-
-def reference(folder: Path) -> SentenceTransformer:
-    return SentenceTransformer(str(folder), device="cpu")
 
 
 def ids(runner: Runner, texts: Sequence[str]) -> list[list[int]]:

@@ -10,6 +10,7 @@ import torch
 from toolkit.attention import BACKENDS
 from toolkit.compile import why_no_compiler
 from toolkit.nn.linear import can_pack
+from toolkit.runner import best_mode
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]
 
@@ -39,14 +40,14 @@ class Diagnosis:
 def diagnose() -> Diagnosis:
     """Look at this machine."""
     cuda = torch.cuda.is_available()
-    cpu_compiler = why_no_compiler(torch.device("cpu"))
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
     findings = [
         Finding(name="torch", present=True, detail=torch.__version__, fix=""),
         _cuda(cuda),
-        _reasoned("CPU compiler", cpu_compiler),
+        _reasoned("CPU compiler", why_no_compiler(cpu)),
         Finding(
             name="packed CPU weights (oneDNN)",
-            present=can_pack(torch.device("cpu"), torch.float32),
+            present=can_pack(cpu, torch.float32),
             detail=torch.backends.cpu.get_cpu_capability(),
             fix="" if torch.backends.mkldnn.is_available() else "install a torch build with oneDNN",
         ),
@@ -61,11 +62,9 @@ def diagnose() -> Diagnosis:
             )
         ),
     ]
-    modes = {"cpu": "compile" if cpu_compiler is None else "eager"}
     if cuda:
-        cuda_compiler = why_no_compiler(torch.device("cuda"))
-        findings.insert(3, _reasoned("CUDA compiler (Triton)", cuda_compiler))
-        modes["cuda"] = "graph" if cuda_compiler is None else "eager"
+        findings.insert(3, _reasoned("CUDA compiler (Triton)", why_no_compiler(gpu)))
+    modes = {device.type: best_mode(device)[0] for device in ([cpu, gpu] if cuda else [cpu])}
     return Diagnosis(findings=tuple(findings), modes=modes)
 
 

@@ -21,7 +21,7 @@ from toolkit.nn.model import build_encoder
 from toolkit.nn.pooling import Pooler
 from toolkit.tokenizer import TextEncoder
 
-__all__ = ["MODES", "Input", "Runner", "RunnerStats", "load", "resolve_device", "resolve_mode"]
+__all__ = ["MODES", "Input", "Runner", "RunnerStats", "best_mode", "load", "resolve_device", "resolve_mode"]
 
 Input = str | RowInput
 MODES = ("eager", "compile", "graph")
@@ -343,11 +343,18 @@ def resolve_mode(mode: str, device: torch.device) -> str:
         raise InputError(f"mode {mode!r} is unknown; use auto, {', '.join(MODES)}")
     if mode != "auto":
         return mode
-    reason = why_no_compiler(device)
+    best, reason = best_mode(device)
     if reason is not None:
         warnings.warn(f"running in eager mode: {reason}", stacklevel=3)
-        return "eager"
-    return "graph" if device.type == "cuda" else "compile"
+    return best
+
+
+def best_mode(device: torch.device) -> tuple[str, str | None]:
+    """Return the mode that "auto" means on a device; if it is eager, the reason why it is no better."""
+    reason = why_no_compiler(device)
+    if reason is not None:
+        return "eager", reason
+    return ("graph" if device.type == "cuda" else "compile"), None
 
 
 def load(

@@ -40,8 +40,7 @@ class Peers:
                 on_stage(f"note: {' and '.join(missing)} not installed, onnxruntime is not measured")
             else:
                 on_stage("exporting the source model to onnx for onnxruntime")
-                exact = TransformersReference(checkpoint, torch.float32, device, attention="sdpa")
-                self._onnx = _OnnxPeer(exact.model, artifact)
+                self._onnx = _OnnxPeer(self._model.model, artifact)
 
     @property
     def attention(self) -> str:
