@@ -2,7 +2,7 @@
 
 from toolkit.errors import CheckpointError
 from toolkit.recipe import ConfigReader, Recipe
-from toolkit.spec import AttentionSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec
+from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
 from toolkit.weights import drop, fuse, rename
 
 LAYER = "encoder.layer.{i}."
@@ -18,9 +18,30 @@ def spec(config: ConfigReader) -> EncoderSpec:
     positions = config.integer("max_position_embeddings", 512)
     norm = NormSpec(eps=config.positive("layer_norm_eps", 1e-12))
     head_dim = hidden // heads
+    block = BlockSpec(
+        arrangement="post",
+        attention=AttentionSpec(
+            heads=heads,
+            kv_heads=heads,
+            head_dim=head_dim,
+            scale=head_dim**-0.5,
+            causal=False,
+            bias=True,
+            out_bias=True,
+        ),
+        mlp=MlpSpec(
+            width=config.integer("intermediate_size", 3072),
+            activation=config.activation("hidden_act", "gelu"),
+            bias=True,
+            out_bias=True,
+        ),
+        norm=norm,
+    )
+    blocks = stack(config.integer("num_hidden_layers", 12, maximum=10_000), block)
     return EncoderSpec(
         hidden=hidden,
-        layers=config.integer("num_hidden_layers", 12, maximum=10_000),
+        blocks=blocks,
+        schedule=tuple(block.name for block in blocks),
         usable_length=positions,
         embedding=EmbeddingSpec(
             vocab_size=config.integer("vocab_size", 30522),
@@ -30,15 +51,6 @@ def spec(config: ConfigReader) -> EncoderSpec:
             segments=config.integer("type_vocab_size", 2),
             norm=norm,
         ),
-        attention=AttentionSpec(
-            heads=heads, kv_heads=heads, head_dim=head_dim, scale=head_dim**-0.5, causal=False, bias=True
-        ),
-        mlp=MlpSpec(
-            width=config.integer("intermediate_size", 3072),
-            activation=config.activation("hidden_act", "gelu"),
-            bias=True,
-        ),
-        norm=norm,
     )
 
 

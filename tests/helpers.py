@@ -19,7 +19,7 @@ def tiny_model(seed: int = 0, **overrides: int) -> Encoder:
     """The BERT recipe's tiny module with random weights, float32 on the CPU."""
     recipe = find_recipe("bert").recipe
     spec, _ = recipe.read_config({**recipe.tiny, **overrides})
-    model = build_encoder(spec, choose_backend(spec.attention, CPU, torch.float32)[1]).to_empty(device="cpu")
+    model = build_encoder(spec, choose_backend(spec.attentions, CPU, torch.float32)[1]).to_empty(device="cpu")
     heat(model, seed)
     return model
 

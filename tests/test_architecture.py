@@ -11,6 +11,7 @@ ROOT = Path(toolkit.__file__).parent
 ORDER = [
     "errors",
     "versions",
+    "toolchain",
     "tensorfile",
     "checkpoint",
     "spec",

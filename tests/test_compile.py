@@ -36,7 +36,7 @@ def test_embedding_lookups_are_in_the_fx_graph(name: str) -> None:
     indices = sorted(str(node.args[0].name) for node in lookups)
     assert [name.strip("l_") for name in indices] == ["ids", "positions", "segments"]
     attention = [node for node in compiled.graph.nodes if "sdpa_attention" in str(node.target)]
-    assert len(attention) == model.spec.layers
+    assert len(attention) == len(model.spec.schedule)
     assert compiled.compilations == 1
 
 
@@ -47,25 +47,27 @@ class _Outside(nn.Module):
         super().__init__()
         self.inner = tiny_model()
 
-    def forward_ids(self, ids: Tensor, hidden: Tensor, cu_seqlens: Tensor, max_len: Tensor) -> Tensor:
-        return self.inner._layers(hidden, cu_seqlens, max_len) + ids[:, None] * 0
+    def forward_ids(
+        self, ids: Tensor, hidden: Tensor, positions: Tensor, cu_seqlens: Tensor, max_len: Tensor
+    ) -> Tensor:
+        return self.inner._layers(hidden, positions, cu_seqlens, max_len) + ids[:, None] * 0
 
     def forward_partly(
         self, ids: Tensor, positions: Tensor, segments: Tensor, cu_seqlens: Tensor, max_len: Tensor
     ) -> Tensor:
-        return self.inner._layers(self.inner.embeddings.token(ids), cu_seqlens, max_len)
+        return self.inner._layers(self.inner.embeddings.token(ids), positions, cu_seqlens, max_len)
 
 
 def test_an_embedding_layer_outside_is_caught() -> None:
     decorated = supports_torch_compile(
-        entry_points=("forward_ids", "forward_partly"), dynamic_first_dim=("ids", "hidden", "cu_seqlens")
+        entry_points=("forward_ids", "forward_partly"), dynamic_first_dim=("ids", "hidden", "positions", "cu_seqlens")
     )(_Outside)
     model = decorated()
     batch = batch_for("forward_ids", [5, 3], model.inner)
     hidden = model.inner.embeddings.from_ids(batch.ids, batch.positions, batch.segments)
     outside = compile_entry_point(model, "forward_ids", Sizes.ANY, backend="eager")
     with pytest.raises(BoundaryError, match="no embedding lookup of `ids` inside"):
-        outside(batch.ids, hidden, batch.cu_seqlens, batch.max_len)
+        outside(batch.ids, hidden, batch.positions, batch.cu_seqlens, batch.max_len)
     partly = compile_entry_point(model, "forward_partly", Sizes.ANY, backend="eager")
     with pytest.raises(BoundaryError, match="1 of 3 embedding tables"):
         partly(*batch.args())

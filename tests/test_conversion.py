@@ -82,13 +82,19 @@ def test_dtype_follows_the_checkpoint(
 def test_the_manifest_records_what_is_effective(checkpoint: Path, tmp_path: Path) -> None:
     toolkit.convert(str(checkpoint), tmp_path / "out", verify=False)
     manifest = json.loads((tmp_path / "out" / "toolkit.json").read_text(encoding="utf-8"))
-    assert manifest["spec"]["attention"] == {
+    assert manifest["spec"]["blocks"][2]["attention"] == {
         "heads": 5,
         "kv_heads": 5,
         "head_dim": 8,
         "scale": 8**-0.5,
         "causal": False,
         "bias": True,
+        "out_bias": True,
+        "reach": None,
+        "rope": None,
+        "qk_norm": None,
+        "qk_norm_over": "head",
+        "distance": None,
     }
     assert (manifest["usable_length"], manifest["seam_width"], manifest["task"]) == (24, 40, "embed")
     assert set(manifest["source"]["sha256"]) == {"config.json", "model.safetensors"}

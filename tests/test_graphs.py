@@ -83,7 +83,7 @@ def test_every_static_input_is_written_or_reset() -> None:
     pair = make_pair(model)
     batch = make_batch(model, [3, 2], embeds=True)
     pair.run(batch)
-    (graph,) = pair._embeds_graphs.values()
+    (graph,) = pair._graphs["embeds"].values()
     pair.poison()
     with torch.inference_mode():
         graph.inputs.write(batch)
@@ -121,7 +121,7 @@ def test_a_moved_buffer_is_refused() -> None:
     pair = make_pair(model)
     batch = make_batch(model, [4], embeds=False)
     pair.run(batch)
-    (graph,) = pair._ids_graphs.values()
+    (graph,) = pair._graphs["ids"].values()
     graph.inputs.ids = graph.inputs.ids.clone()
     with pytest.raises(GraphError, match="moved"):
         pair.run(batch)
@@ -214,7 +214,7 @@ def test_a_smaller_batch_leaves_nothing_of_a_larger_one() -> None:
     ones = torch.ones(32, dtype=torch.int32)
     large = replace(large, ids=ones, segments=ones, is_embed=ones.bool(), embeds=torch.ones(32, 40))
     pair.run(large)
-    (graph,) = pair._embeds_graphs.values()
+    (graph,) = pair._graphs["embeds"].values()
     pair.run(make_batch(model, [3], embeds=True))
     ids, positions, segments, cu_seqlens, max_len, _, is_embed = graph.inputs.tensors()
     assert ids[3:].tolist() == positions[3:].tolist() == segments[3:].tolist() == [0] * 29

@@ -136,13 +136,15 @@ def test_dropped_tensors_have_a_reason(recipe: Recipe) -> None:
 
 def test_bert_spec_by_hand() -> None:
     spec = read()
-    assert (spec.hidden, spec.layers, spec.usable_length) == (40, 3, 24)
+    assert (spec.hidden, len(spec.schedule), spec.usable_length) == (40, 3, 24)
     assert (spec.embedding.vocab_size, spec.embedding.width, spec.embedding.positions) == (61, 40, 24)
     assert (spec.embedding.position_start, spec.embedding.segments) == (0, 3)
-    assert (spec.attention.heads, spec.attention.kv_heads, spec.attention.head_dim) == (5, 5, 8)
-    assert (spec.attention.scale, spec.attention.causal, spec.attention.bias) == (8**-0.5, False, True)
-    assert (spec.mlp.width, spec.mlp.activation, spec.mlp.bias) == (56, "gelu", True)
-    assert (spec.norm.eps, spec.embedding.norm.eps) == (1e-3, 1e-3)
+    block = spec.blocks[0]
+    assert (block.attention.heads, block.attention.kv_heads, block.attention.head_dim) == (5, 5, 8)
+    assert (block.attention.scale, block.attention.causal, block.attention.bias) == (8**-0.5, False, True)
+    assert (block.mlp.width, block.mlp.activation, block.mlp.bias) == (56, "gelu", True)
+    assert spec.embedding.norm is not None
+    assert (block.norm.eps, spec.embedding.norm.eps) == (1e-3, 1e-3)
 
 
 # Values that change the numbers and are not supported
@@ -196,7 +198,7 @@ def test_unsupported_value_stops_a_conversion(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["gelu", "gelu_new", "gelu_pytorch_tanh", "relu", "silu", "swish", "tanh"])
 def test_activation_is_the_one_that_transformers_means(name: str) -> None:
     x = torch.linspace(-6, 6, 1001, dtype=torch.float64)
-    ours = apply_activation(x, read(hidden_act=name).mlp.activation)
+    ours = apply_activation(x, read(hidden_act=name).blocks[0].mlp.activation)
     torch.testing.assert_close(ours, ACT2FN[name](x), rtol=0, atol=1e-12)
 
 

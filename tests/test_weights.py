@@ -54,7 +54,7 @@ def load(tensors: Tensors, recipe: Recipe, dtype: torch.dtype = torch.float32, *
         rules=recipe.rules,
         prefixes=recipe.prefixes,
         legacy_names=recipe.legacy_names,
-        expected=part_shapes(build_encoder(spec, choose_backend(spec.attention, torch.device("cpu"), dtype)[1])),
+        expected=part_shapes(build_encoder(spec, choose_backend(spec.attentions, torch.device("cpu"), dtype)[1])),
         dtype=dtype,
     )
 

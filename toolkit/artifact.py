@@ -90,7 +90,8 @@ class Manifest:
         for name in ("usable_length", "seam_width"):
             if type(getattr(self, name)) is not int:
                 raise ArtifactError(f"{MANIFEST}: {name} = {getattr(self, name)!r}, expected a number: convert again")
-        table = self.spec.embedding.positions - self.spec.embedding.position_start
+        embedding = self.spec.embedding
+        table = embedding.positions - embedding.position_start if embedding.positions else self.usable_length
         if not 1 <= self.tokenizer.limit <= self.usable_length == self.spec.usable_length <= table:
             raise ArtifactError(
                 f"{MANIFEST}: limits contradict each other (texts {self.tokenizer.limit}, sequences "

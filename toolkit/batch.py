@@ -49,7 +49,7 @@ class PackedBatch:
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Move all tensors but `max_len`, which stays on the CPU."""
-        if device.type == self.ids.device.type:
+        if device == self.ids.device:
             return self
         names = ("ids", "positions", "segments", "cu_seqlens")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})

@@ -12,9 +12,6 @@ that none below 2 comes: right for the fixed buckets of a captured graph.
 import enum
 import inspect
 import itertools
-import os
-import shutil
-import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +22,7 @@ from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from toolkit.errors import BoundaryError, MissingDependencyError
+from toolkit.toolchain import why_no_compiler
 
 __all__ = [
     "CompileContract",
@@ -33,7 +31,6 @@ __all__ = [
     "check_boundary",
     "compile_entry_point",
     "supports_torch_compile",
-    "why_no_compiler",
 ]
 
 _Module = TypeVar("_Module", bound=type[nn.Module])
@@ -198,17 +195,3 @@ def compile_entry_point(model: nn.Module, name: str, sizes: Sizes, backend: str 
     if reason is not None:
         raise MissingDependencyError(f"torch.compile cannot run here: {reason}; or use --mode eager")
     return CompiledEntryPoint(model, name, sizes, backend)
-
-
-def why_no_compiler(device: torch.device) -> str | None:
-    """None if inductor can generate code for `device`, else the reason and the fix."""
-    if device.type == "cuda":
-        try:
-            import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
-        except ImportError:
-            return "Triton is not installed (pip install 'dualgraph-toolkit[gpu]')"
-        return None
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    if shutil.which(compiler) is None:
-        return f"no C++ compiler was found: inductor looks for {compiler} (apt-get install g++, or set CXX)"
-    return None

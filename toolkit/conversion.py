@@ -162,7 +162,7 @@ def _write(
     if limit < max(specials, 1):
         raise CheckpointError(f"the length limit {limit} leaves no room for the tokenizer's {specials} special tokens")
     on_stage(f"converting {len(checkpoint.tensors.info)} tensors to {str(dtype).removeprefix('torch.')}")
-    model = build_encoder(spec, choose_backend(spec.attention, torch.device("cpu"), dtype)[1])
+    model = build_encoder(spec, choose_backend(spec.attentions, torch.device("cpu"), dtype)[1])
     weights = load_weights(
         checkpoint.tensors,
         rules=recipe.rules,

@@ -12,7 +12,7 @@ import bisect
 import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +22,10 @@ from torch import Tensor
 from toolkit.batch import EmbedsBatch, PackedBatch
 from toolkit.errors import GraphError
 
-__all__ = ["Bucket", "BucketLadder", "GraphOutput", "GraphPair", "GraphStats"]
+__all__ = ["Bucket", "BucketLadder", "GraphOutput", "GraphPair", "GraphStats", "on_device"]
+
+# The start of a capture synchronises the device, which another thread's capture would not survive.
+_one_capture = threading.Lock()
 
 
 class GraphOutput(NamedTuple):
@@ -33,6 +36,11 @@ class GraphOutput(NamedTuple):
 
 
 Entry = Callable[..., GraphOutput]
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """Make `device` the current one where that means something: kernels launch on the current CUDA device."""
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
 
 @dataclass(frozen=True, order=True, kw_only=True)
@@ -192,7 +200,8 @@ class _CudaReplay:
                 entry(*args)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self._graph, pool=pool):
+        # the stream is of this device (torch's default one is not, on a second device); other threads may go on
+        with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._output = entry(*args)
 
     def replay(self) -> GraphOutput:
@@ -226,12 +235,15 @@ class _CheckedReplay:
         return self._output
 
 
+_Replay = _CudaReplay | _CheckedReplay
+
+
 class GraphPair:
     """The ids graph and the embeds graph of one model, over a ladder of buckets and one memory pool.
 
     A bucket is captured on its first use (`warm_up` captures ids buckets ahead); the embeds graph exists only
     once a batch with embeddings has come. A batch that fits no bucket runs without a graph and is counted.
-    Threads that use one CUDA stream may share a pair: one batch at a time is written, replayed and copied out.
+    Threads and CUDA streams may share a pair: one batch at a time is written, replayed and copied out.
 
     Args:
         run_ids: callable over the five tensors of a PackedBatch.
@@ -254,25 +266,25 @@ class GraphPair:
     ) -> None:
         self.ladder = ladder
         self.stats = GraphStats()
-        self._run_ids, self._run_embeds = run_ids, run_embeds
+        self._runs: dict[str, Entry] = {"ids": run_ids, "embeds": run_embeds}
         self._width, self._dtype, self._device = width, dtype, device
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._lock = threading.Lock()
-        self._primed: list[Entry] = []
-        self._ids_graphs: dict[Bucket, _CudaReplay | _CheckedReplay] = {}
-        self._embeds_graphs: dict[Bucket, _CudaReplay | _CheckedReplay] = {}
+        self._stream: torch.cuda.Stream | None = None
+        self._primed: set[str] = set()
+        self._graphs: dict[str, dict[Bucket, _Replay]] = {"ids": {}, "embeds": {}}
 
     @property
     def captured(self) -> dict[str, list[Bucket]]:
         """Buckets captured so far, by path."""
         with self._lock:
-            return {"ids": sorted(self._ids_graphs), "embeds": sorted(self._embeds_graphs)}
+            return {path: sorted(graphs) for path, graphs in self._graphs.items()}
 
     def warm_up(self, buckets: list[Bucket] | None = None) -> None:
         """Capture ids buckets ahead of use, by default one for each token count of the ladder."""
-        with self._lock, self._on_device():
+        with self._turn():
             for bucket in buckets if buckets is not None else self.ladder.default():
-                self._ids_graph(bucket)
+                self._graph("ids", bucket)
 
     def run(self, batch: PackedBatch) -> GraphOutput:
         """Run a batch through the graph of its kind.
@@ -280,7 +292,7 @@ class GraphPair:
         Returns:
             States of the batch's T tokens and vectors of its S sequences, in memory of their own.
         """
-        with self._lock, torch.inference_mode(), self._on_device():
+        with self._turn():
             output = self._replay(batch)
             return GraphOutput(
                 states=output.states[: batch.tokens].clone(),
@@ -289,11 +301,19 @@ class GraphPair:
 
     def vectors(self, batch: PackedBatch) -> Tensor:
         """Like `run`, vectors only: [S, V] in memory of their own."""
-        with self._lock, torch.inference_mode(), self._on_device():
+        with self._turn():
             return self._replay(batch).vectors[: batch.sequences].clone()
 
-    def _on_device(self) -> contextlib.AbstractContextManager[object]:
-        return torch.cuda.device(self._device) if self._device.type == "cuda" else contextlib.nullcontext()
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """One caller at a time; on CUDA its stream waits for what the caller before it has queued."""
+        with self._lock, torch.inference_mode(), on_device(self._device):
+            if self._device.type == "cuda":
+                stream = torch.cuda.current_stream()
+                if self._stream is not None and self._stream != stream:
+                    stream.wait_stream(self._stream)
+                self._stream = stream
+            yield
 
     def prepare(self, batch: PackedBatch) -> Callable[[], GraphOutput]:
         """Write a batch into its bucket's buffers, and return the bare replay: for measuring and inspection.
@@ -304,7 +324,7 @@ class GraphPair:
         Raises:
             GraphError: the batch fits no bucket.
         """
-        with self._lock, torch.inference_mode(), self._on_device():
+        with self._turn():
             graph = self._find(batch)
             if graph is None:
                 raise GraphError(f"a batch of {batch.tokens} tokens and {batch.sequences} sequences fits no bucket")
@@ -313,60 +333,59 @@ class GraphPair:
 
     def _replay(self, batch: PackedBatch) -> GraphOutput:
         """Static outputs of the batch's bucket, valid until the next replay."""
-        mixed = isinstance(batch, EmbedsBatch)
         graph = self._find(batch)
         if graph is None:
             self.stats.eager_fallbacks += 1
-            return (self._run_embeds if mixed else self._run_ids)(*batch.to(self._device).args())
-        if mixed:
+            return self._runs[_path(batch)](*batch.to(self._device).args())
+        graph.inputs.write(batch)
+        output = graph.replay()
+        if isinstance(batch, EmbedsBatch):
             self.stats.embeds_graph_hits += 1
         else:
             self.stats.graph_hits += 1
-        graph.inputs.write(batch)
-        return graph.replay()
+        return output
 
-    def _find(self, batch: PackedBatch) -> "_CudaReplay | _CheckedReplay | None":
+    def _find(self, batch: PackedBatch) -> _Replay | None:
         """The graph for a batch, captured now if it is the bucket's first; None if no bucket fits."""
         bucket = self.ladder.find(batch.tokens, batch.sequences, int(batch.max_len))
-        if bucket is None:
-            return None
-        return self._embeds_graph(bucket) if isinstance(batch, EmbedsBatch) else self._ids_graph(bucket)
+        return None if bucket is None else self._graph(_path(batch), bucket)
 
     def poison(self) -> None:
         """Overwrite every static input with garbage; a following `run` must not notice."""
-        with self._lock, torch.inference_mode():
-            for graph in (*self._ids_graphs.values(), *self._embeds_graphs.values()):
-                graph.inputs.poison()
+        with self._turn():
+            for graphs in self._graphs.values():
+                for graph in graphs.values():
+                    graph.inputs.poison()
 
     def drop(self, path: str) -> None:
         """Forget the captured graphs of a path ("ids" or "embeds"); they are captured anew on use."""
-        with self._lock:
-            {"ids": self._ids_graphs, "embeds": self._embeds_graphs}[path].clear()
+        with self._turn():
+            self._graphs[path].clear()
+            if self._device.type == "cuda" and not any(self._graphs.values()):
+                self._pool = torch.cuda.graph_pool_handle()  # a pool without graphs cannot be captured into again
 
-    def _ids_graph(self, bucket: Bucket) -> "_CudaReplay | _CheckedReplay":
-        if bucket not in self._ids_graphs:
-            self._ids_graphs[bucket] = self._capture(self._run_ids, self._ids_inputs, bucket)
-        return self._ids_graphs[bucket]
+    def _graph(self, path: str, bucket: Bucket) -> _Replay:
+        graphs = self._graphs[path]
+        if bucket not in graphs:
+            graphs[bucket] = self._capture(path, bucket)
+        return graphs[bucket]
 
-    def _embeds_graph(self, bucket: Bucket) -> "_CudaReplay | _CheckedReplay":
-        if bucket not in self._embeds_graphs:
-            self._embeds_graphs[bucket] = self._capture(self._run_embeds, self._embeds_inputs, bucket)
-        return self._embeds_graphs[bucket]
-
-    def _ids_inputs(self, bucket: Bucket) -> _Inputs:
-        return _Inputs(bucket, self._device)
-
-    def _embeds_inputs(self, bucket: Bucket) -> _Inputs:
+    def _inputs(self, path: str, bucket: Bucket) -> _Inputs:
+        if path == "ids":
+            return _Inputs(bucket, self._device)
         return _EmbedsInputs(bucket, self._device, self._width, self._dtype)
 
-    def _capture(
-        self, entry: Entry, make_inputs: Callable[[Bucket], _Inputs], bucket: Bucket
-    ) -> "_CudaReplay | _CheckedReplay":
-        with torch.inference_mode():
-            if self._device.type != "cuda":
-                return _CheckedReplay(entry, make_inputs(bucket))
-            if entry not in self._primed:
+    def _capture(self, path: str, bucket: Bucket) -> _Replay:
+        entry = self._runs[path]
+        if self._device.type != "cuda":
+            return _CheckedReplay(entry, self._inputs(path, bucket))
+        with _one_capture:
+            if path not in self._primed:
                 # compilers tune their kernels for the first size they see: let it be the largest
-                entry(*make_inputs(self.ladder.default()[0]).tensors())
-                self._primed.append(entry)
-            return _CudaReplay(entry, make_inputs(bucket), self._pool)
+                entry(*self._inputs(path, self.ladder.default()[0]).tensors())
+                self._primed.add(path)
+            return _CudaReplay(entry, self._inputs(path, bucket), self._pool)
+
+
+def _path(batch: PackedBatch) -> str:
+    return "embeds" if isinstance(batch, EmbedsBatch) else "ids"

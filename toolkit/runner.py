@@ -12,14 +12,15 @@ from torch import Tensor
 from toolkit.artifact import Artifact
 from toolkit.attention import choose_backend
 from toolkit.batch import EmbedsBatch, PackedBatch, pack, pack_embeds
-from toolkit.compile import CompiledEntryPoint, Sizes, compile_entry_point, why_no_compiler
+from toolkit.compile import CompiledEntryPoint, Sizes, compile_entry_point
 from toolkit.errors import InputError, UnsupportedError
-from toolkit.graphs import BucketLadder, GraphOutput, GraphPair, GraphStats
+from toolkit.graphs import BucketLadder, GraphOutput, GraphPair, GraphStats, on_device
 from toolkit.inputs import Limits, MixedPrompt, PromptEmbeds, Row, RowInput, TokenIds, check_row
 from toolkit.nn.linear import can_pack, pack_linears
-from toolkit.nn.model import build_encoder
+from toolkit.nn.model import build_encoder, fill
 from toolkit.nn.pooling import Pooler
 from toolkit.tokenizer import TextEncoder
+from toolkit.toolchain import why_no_compiler
 
 __all__ = ["MODES", "Input", "Runner", "RunnerStats", "best_mode", "load", "resolve_device", "resolve_mode"]
 
@@ -78,7 +79,7 @@ class _Direct:
 
     def run(self, batch: PackedBatch) -> GraphOutput:
         run = self._run_embeds if isinstance(batch, EmbedsBatch) else self._run_ids
-        with torch.inference_mode():
+        with torch.inference_mode(), on_device(self._device):
             return run(*batch.to(self._device).args())
 
     def vectors(self, batch: PackedBatch) -> Tensor:
@@ -96,11 +97,10 @@ class Runner:
     ) -> None:
         manifest = artifact.manifest
         self.artifact, self.device, self.mode = artifact, device, mode
-        self.attention, backend = choose_backend(manifest.spec.attention, device, artifact.dtype, attention)
+        self.attention, backend = choose_backend(manifest.spec.attentions, device, artifact.dtype, attention)
         self.model = build_encoder(manifest.spec, backend)
         shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        self.model.load_state_dict(artifact.weights(shapes), strict=True, assign=True)
-        self.model.to(device)
+        fill(self.model, artifact.weights(shapes), device)
         self._weight_bytes = sum(p.nbytes for p in self.model.parameters())
         if can_pack(device, artifact.dtype):
             pack_linears(self.model)

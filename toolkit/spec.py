@@ -4,40 +4,125 @@ A recipe turns a checkpoint's `config.json` into one of these; `toolkit.nn` buil
 Nothing here knows a model's name.
 """
 
+import dataclasses
+import types
+import typing
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-__all__ = ["Activation", "AttentionSpec", "EmbeddingSpec", "EncoderSpec", "MlpSpec", "NormSpec"]
+__all__ = [
+    "Activation",
+    "AlibiSpec",
+    "AttentionSpec",
+    "BlockSpec",
+    "BucketBiasSpec",
+    "DisentangledSpec",
+    "DistanceSpec",
+    "EmbeddingSpec",
+    "EncoderSpec",
+    "MlpSpec",
+    "NormSpec",
+    "RopeSpec",
+    "stack",
+]
 
 Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class NormSpec:
-    """Layer normalisation over the last dimension."""
+    """Layer or root-mean-square normalisation over the last dimension.
+
+    `offset` says that the stored weights are distances from one, as in Gemma.
+    """
 
     eps: float
+    kind: Literal["layer", "rms"] = "layer"
+    bias: bool = True
+    offset: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class EmbeddingSpec:
     """The tables in front of the layers. The seam (what callers may pass as embeds) is `width` wide.
 
-    `position_start` is the row of the position table that a sequence's first token reads;
-    `segments` is 0 for a model without a segment table.
+    `scale` multiplies the token table's output, before the seam. `positions` and `segments` are the rows of
+    their tables, 0 for a model without; `position_start` is the position of a sequence's first token.
+    `projection` says where a linear layer brings `width` to the hidden size.
     """
 
     vocab_size: int
     width: int
-    positions: int
-    position_start: int
-    segments: int
-    norm: NormSpec
+    norm: NormSpec | None
+    positions: int = 0
+    position_start: int = 0
+    segments: int = 0
+    scale: float = 1.0
+    projection: Literal["none", "before_norm", "after_norm"] = "none"
+    projection_bias: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeSpec:
+    """Rotary positions (Su et al., 2021) over the first `dims` values of each head.
+
+    Angles are position / `factor` × `base` ** (-2i / dims).
+    """
+
+    base: float
+    dims: int
+    factor: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BucketBiasSpec:
+    """T5's bias: one learned number for each head and bucket of distances, the same in every layer."""
+
+    kind: Literal["buckets"] = "buckets"
+    buckets: int
+    max_distance: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class AlibiSpec:
+    """ALiBi (Press et al., 2021), symmetric: minus slope × |distance|."""
+
+    kind: Literal["alibi"] = "alibi"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DisentangledSpec:
+    """DeBERTa's terms: content against a table of `2 * span` embedded distances, and the other way round.
+
+    Args:
+        span: half the table's rows.
+        buckets: distances beyond `buckets // 2` share logarithmic buckets; 0 for none.
+        max_distance: the distance that fills the last bucket.
+        c2p, p2c: which terms there are.
+        shared: whether the layers' query and key projections serve the distances too.
+        norm: applied to the table.
+    """
+
+    kind: Literal["disentangled"] = "disentangled"
+    span: int
+    buckets: int
+    max_distance: int
+    c2p: bool
+    p2c: bool
+    shared: bool
+    norm: NormSpec | None
+
+
+DistanceSpec = BucketBiasSpec | AlibiSpec | DisentangledSpec
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Self-attention; scores are scaled by `scale`."""
+    """Self-attention; scores are scaled by `scale`.
+
+    `reach` is how many tokens to either side a token sees, None for all. `bias` is that of the query, key and value
+    projections. `qk_norm` normalises queries and keys, each head alone or (`qk_norm_over` "all") all heads at once.
+    """
 
     heads: int
     kv_heads: int
@@ -45,28 +130,60 @@ class AttentionSpec:
     scale: float
     causal: bool
     bias: bool
+    out_bias: bool
+    reach: int | None = None
+    rope: RopeSpec | None = None
+    qk_norm: NormSpec | None = None
+    qk_norm_over: Literal["head", "all"] = "head"
+    distance: DistanceSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """Two linear layers with an activation between them."""
+    """Two linear layers with an activation between them.
+
+    With a `gate` the first one is twice as wide; one of its halves goes through the activation and multiplies the
+    other.
+    """
 
     width: int
     activation: Activation
     bias: bool
+    out_bias: bool
+    gate: Literal["none", "first", "second"] = "none"
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlockSpec:
+    """One layer, whose weights are called `blocks.NAME`.
+
+    The norm comes after each residual addition ("post"), before each branch ("pre"), or before and after each branch
+    ("sandwich"). `attention_norm` is False where the first norm is left out.
+    """
+
+    name: str = "0"
+    arrangement: Literal["post", "pre", "sandwich"]
+    attention: AttentionSpec
+    mlp: MlpSpec
+    norm: NormSpec
+    attention_norm: bool = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class EncoderSpec:
-    """A stack of layers with the norm after each residual addition (post-norm), as in BERT."""
+    """A stack of layers. `schedule` names the block that runs at each depth: depths may share a block."""
 
     hidden: int
-    layers: int
     usable_length: int
     embedding: EmbeddingSpec
-    attention: AttentionSpec
-    mlp: MlpSpec
-    norm: NormSpec
+    blocks: tuple[BlockSpec, ...]
+    schedule: tuple[str, ...]
+    final_norm: NormSpec | None = None
+
+    @property
+    def attentions(self) -> list[AttentionSpec]:
+        """The attention of each block."""
+        return [block.attention for block in self.blocks]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain nested dicts, for JSON."""
@@ -74,14 +191,27 @@ class EncoderSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "EncoderSpec":
-        """Inverse of `to_dict`; missing or unknown keys raise TypeError or KeyError."""
-        embedding = dict(data["embedding"])
-        return cls(
-            **{
-                **data,
-                "embedding": EmbeddingSpec(**{**embedding, "norm": NormSpec(**embedding["norm"])}),
-                "attention": AttentionSpec(**data["attention"]),
-                "mlp": MlpSpec(**data["mlp"]),
-                "norm": NormSpec(**data["norm"]),
-            }
-        )
+        """Inverse of `to_dict`; missing or unknown keys raise TypeError."""
+        return _build(cls, data)
+
+
+def stack(count: int, block: BlockSpec) -> tuple[BlockSpec, ...]:
+    """Layers that differ in nothing but their names, `0` … `count - 1`."""
+    return tuple(dataclasses.replace(block, name=str(k)) for k in range(count))
+
+
+def _build(kind: Any, value: Any) -> Any:
+    """Turn the plain data of a field of type `kind` back into what it was."""
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        different = sorted(set(hints) ^ set(value))
+        if different:
+            raise TypeError(f"{kind.__name__}: {different[0]!r} is missing or unknown")
+        return kind(**{name: _build(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
+    if typing.get_origin(kind) is tuple:
+        return tuple(_build(typing.get_args(kind)[0], item) for item in value)
+    if typing.get_origin(kind) in (types.UnionType, typing.Union) and isinstance(value, dict):
+        options = [option for option in typing.get_args(kind) if dataclasses.is_dataclass(option)]
+        tagged = {getattr(option, "kind", None): option for option in options}
+        return _build(tagged[value["kind"]] if len(options) > 1 else options[0], value)
+    return value

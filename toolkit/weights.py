@@ -1,6 +1,6 @@
 """Weights move by rules, and the rules are data: rename, fuse, drop. Every stored tensor is accounted for.
 
-`{i}` in a pattern stands for a layer number and `{p}` for `weight` or `bias`; `{*}` (in drops only) for any
+`{i}` and `{j}` in a pattern stand for numbers and `{p}` for `weight` or `bias`; `{*}` (in drops only) for any
 rest of a name. One shared loop applies the rules: each source tensor matches exactly one, each parameter of
 the module is filled exactly once, and the audit of both goes into the artifact.
 """
@@ -22,7 +22,7 @@ PartShapes = tuple[tuple[int, ...], ...]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
-_HOLES = {"{i}": r"(?P<i>\d+)", "{p}": r"(?P<p>weight|bias)", "{*}": r".+"}
+_HOLES = {"{i}": r"(?P<i>\d+)", "{j}": r"(?P<j>\d+)", "{p}": r"(?P<p>weight|bias)", "{*}": r".+"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Rule:
 
 
 def _pattern(source: str) -> re.Pattern[str]:
-    pieces = re.split(r"(\{[ip*]\})", source)
+    pieces = re.split(r"(\{[ijp*]\})", source)
     return re.compile("".join(_HOLES.get(piece) or re.escape(piece) for piece in pieces))
 
 
@@ -219,6 +219,8 @@ def _missing(placed: list[_Placed], rules: tuple[Rule, ...], expected: Mapping[s
 def _assemble(tensors: TensorSet, parts: Mapping[int, _Placed], shapes: PartShapes, dtype: torch.dtype) -> torch.Tensor:
     """Read, check, concatenate and cast the tensors of one parameter."""
     stored = [tensors.info[parts[k].stored] for k in sorted(parts)]
+    if len(stored) == 1:  # fused already in the checkpoint
+        shapes = ((sum(shape[0] for shape in shapes), *shapes[0][1:]),)
     for info, shape in zip(stored, shapes, strict=True):
         if info.shape != shape:
             raise CheckpointError(f"tensor {info.name!r} has shape {info.shape}, config.json asks for {shape}")

@@ -1,65 +1,85 @@
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 
-from toolkit.attention import BACKENDS, choose_backend
-from toolkit.attention.sdpa import attend
+from tests.attention.reference import dense, extras, offsets_of
+from toolkit.attention import BACKENDS, Backend, choose_backend, sdpa
 from toolkit.errors import UnsupportedError
-from toolkit.spec import AttentionSpec
+from toolkit.spec import AlibiSpec, AttentionSpec
 
 CPU = torch.device("cpu")
-SPEC = AttentionSpec(heads=4, kv_heads=4, head_dim=8, scale=0.3, causal=False, bias=True)
+SPEC = AttentionSpec(heads=4, kv_heads=4, head_dim=8, scale=0.3, causal=False, bias=True, out_bias=True)
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, offsets: list[int], scale: float) -> torch.Tensor:
-    """Softmax attention within each sequence, in float64, with kv heads repeated."""
-    out = torch.zeros(q.shape, dtype=torch.float64)
-    groups = q.shape[1] // k.shape[1]
-    for begin, end in pairwise(offsets):
-        a, b, c = (x[begin:end].double().transpose(0, 1) for x in (q, k, v))
-        b, c = b.repeat_interleave(groups, 0), c.repeat_interleave(groups, 0)
-        out[begin:end] = ((a @ b.transpose(1, 2) * scale).softmax(-1) @ c).transpose(0, 1)
-    return out
+CASES = [[5], [1, 1, 7], [3, 3, 3, 0, 2, 2], [0, 0, 4, 4, 1], [64, 64, 63]]
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize("lengths", [[5], [1, 1, 7], [3, 3, 3, 0, 2, 2], [0, 0, 4, 4, 1], [64, 64, 63]])
-def test_sdpa_within_sequences(lengths: list[int], kv_heads: int) -> None:
-    """I1, B2: unusual scale, distinct kv heads, runs of equal length, empty sequences."""
+def longest(n: int = 64) -> torch.Tensor:
+    return torch.tensor([n], dtype=torch.int32)
+
+
+def random_qkv(total: int, kv_heads: int) -> list[torch.Tensor]:
     draw = torch.Generator().manual_seed(1)
-    total = sum(lengths)
     q, k, v = (torch.randn(total, n, 8, generator=draw) for n in (4, kv_heads, kv_heads))
-    q, k = 3 * q, 2 * k
-    offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    out = attend(q, k, v, torch.tensor(offsets, dtype=torch.int32), torch.tensor([64], dtype=torch.int32), 0.3)
-    assert (out - dense(q, k, v, offsets, 0.3)).abs().max() < 1e-5
+    return [3 * q, 2 * k, v]
+
+
+@pytest.mark.parametrize("reach", [-1, 0, 1, 2, 5, 62, 63, 64])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize("lengths", CASES)
+def test_sdpa_within_sequences(lengths: list[int], kv_heads: int, reach: int) -> None:
+    """B2, B3, I1: unusual scale, distinct kv heads, runs of equal length, empty sequences, windows."""
+    q, k, v = random_qkv(sum(lengths), kv_heads)
+    out = sdpa.attend(q, k, v, offsets_of(lengths), longest(), 0.3, reach)
+    assert (out - dense(q, k, v, lengths, 0.3, reach=reach)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["bias", "content_q", "content_k", "disentangled"])
+@pytest.mark.parametrize("lengths", CASES)
+def test_sdpa_with_distances(lengths: list[int], kind: str) -> None:
+    """I5: the sign of the distance, and which side's table is read, show in every entry."""
+    total = sum(lengths)
+    q, k, v = random_qkv(total, 2)
+    tables = extras(kind, total, 4, 64, torch.float32)
+    expected = dense(q, k, v, lengths, 0.3, **tables)
+    args = (q, k, v, offsets_of(lengths), longest(), 0.3)
+    if kind == "bias":
+        out = sdpa.attend_biased(*args, tables["bias"])
+    else:
+        content = (tables.get("content_q"), tables.get("content_k"))
+        out = sdpa.attend_disentangled(*args, *content, tables["bucket_of"])
+    assert (out - expected).abs().max() < 1e-5
 
 
 def test_rows_beyond_the_last_sequence_reach_nothing() -> None:
     """B2: the tail may hold NaN."""
     q, k, v = (torch.randn(9, 4, 8) for _ in range(3))
     offsets = torch.tensor([0, 3, 5, 5, 5], dtype=torch.int32)
-    longest = torch.tensor([9], dtype=torch.int32)
-    clean = attend(q, k, v, offsets, longest, 0.3)[:5]
+    clean = sdpa.attend(q, k, v, offsets, longest(), 0.3, -1)[:5]
     for x in (q, k, v):
         x[5:] = float("nan")
-    assert torch.equal(attend(q, k, v, offsets, longest, 0.3)[:5], clean)
+    assert torch.equal(sdpa.attend(q, k, v, offsets, longest(), 0.3, -1)[:5], clean)
 
 
 @pytest.mark.parametrize("backend", BACKENDS, ids=lambda backend: backend.name)
-def test_every_backend_is_one_traceable_op(backend: object) -> None:
+def test_every_backend_is_traceable(backend: Backend) -> None:
     """The fake implementation gives the shape of q, so that tracing needs no data."""
-    module = __import__(backend.module, fromlist=["attend"])  # type: ignore[attr-defined]
     with torch.device("meta"):
         q, k, v = torch.empty(7, 4, 8), torch.empty(7, 2, 8), torch.empty(7, 2, 8)
-        offsets, longest = torch.empty(3, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
-    assert module.attend(q, k, v, offsets, longest, 0.3).shape == q.shape
+        offsets, bound = torch.empty(3, dtype=torch.int32), torch.empty(1, dtype=torch.int32)
+        bias, content = torch.empty(4, 13), torch.empty(7, 4, 3)
+        bucket_of = torch.empty(13, dtype=torch.int32)
+    args, ops = (q, k, v, offsets, bound, 0.3), backend.load()
+    assert ops.attend(*args, -1).shape == q.shape
+    if "bias" in backend.scores:
+        assert ops.attend_biased(*args, bias).shape == q.shape
+    if "disentangled" in backend.scores:
+        assert ops.attend_disentangled(*args, content, None, bucket_of).shape == q.shape
 
 
 def test_the_backend_is_chosen_when_a_module_is_built() -> None:
-    assert choose_backend(SPEC, CPU, torch.float32)[0] == "sdpa"
+    assert choose_backend([SPEC], CPU, torch.float32)[0] == "sdpa"
 
 
 @pytest.mark.parametrize(
@@ -71,6 +91,9 @@ def test_the_backend_is_chosen_when_a_module_is_built() -> None:
         (SPEC, "cuda", torch.float32, "varlen", "varlen: does not take torch.float32"),
         (replace(SPEC, head_dim=264), "cuda", torch.bfloat16, "varlen", "varlen: head size 264 exceeds 256"),
         (replace(SPEC, head_dim=12), "cuda", torch.bfloat16, "varlen", "varlen: head size 12 is no multiple of 8"),
+        (replace(SPEC, distance=AlibiSpec()), "cuda", torch.bfloat16, "varlen", "varlen: has no bias scores"),
+        (replace(SPEC, reach=3), "cuda", torch.float32, "efficient", "efficient: has no window scores"),
+        (replace(SPEC, reach=3, distance=AlibiSpec()), "cpu", torch.float32, "auto", "a window together with a bias"),
         (SPEC, "cpu", torch.float32, "nonsense", "nonsense"),
     ],
 )
@@ -78,4 +101,4 @@ def test_an_unfit_backend_is_refused_by_name(
     spec: AttentionSpec, device: str, dtype: torch.dtype, name: str, reason: str
 ) -> None:
     with pytest.raises(UnsupportedError, match=reason):
-        choose_backend(spec, torch.device(device), dtype, name)
+        choose_backend([spec] if device == "cuda" else [SPEC, spec], torch.device(device), dtype, name)

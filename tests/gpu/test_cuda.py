@@ -1,6 +1,7 @@
 """On the GPU: parity in every mode, and that a captured graph is never wrong, whatever came before it."""
 
 import random
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,11 @@ from tests.tiny import make_checkpoint
 from toolkit import MixedPrompt, PromptEmbeds, TokenIds
 from toolkit.attention import BACKENDS
 from toolkit.inputs import Row, check_row
+from toolkit.nn.pooling import Pooler
 from toolkit.parity import verify_folder
 from toolkit.registry import all_recipes
-from toolkit.runner import Runner
+from toolkit.runner import Runner, resolve_mode
+from toolkit.toolchain import why_no_compiler
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
@@ -132,6 +135,85 @@ def test_every_backend_that_is_there(name: str, bert_checkpoint: Path, tmp_path:
     inputs = [TokenIds(list(range(1, n))) for n in (2, 3, 9, 20, 25)]
     for a, b in zip(ours.token_states(inputs), exact.token_states(inputs), strict=True):
         assert (a - b).abs().max() < 0.25
+
+
+def test_a_pool_whose_graphs_are_all_gone(cuda_artifact: Path) -> None:
+    """K4: the embeds graph comes first, is dropped as the last of its pool, and is captured again."""
+    runner = toolkit.load(cuda_artifact, device="cuda", mode="graph")
+    pair = runner.graphs
+    assert pair is not None
+    soft = PromptEmbeds(runner.embed_tokens([3, 4, 5]))
+    first = runner.embed(soft)
+    pair.drop("embeds")
+    assert pair.captured == {"ids": [], "embeds": []}
+    assert torch.equal(runner.embed(soft), first)
+    pair.drop("embeds")
+    ids = runner.embed(TokenIds([3, 4, 5]))
+    assert torch.equal(runner.embed(soft), first)
+    assert (ids - first).abs().max() < 1e-2
+
+
+def test_threads_on_streams_of_their_own_share_a_runner(cuda_artifact: Path) -> None:
+    """The buffers are not written for one stream while another still reads them."""
+    runner = toolkit.load(cuda_artifact, device="cuda", mode="graph")
+    draw = random.Random(6)
+    batches = [runner.pack(random_rows(runner, draw, 40, embeds=k % 2 == 0)) for k in range(8)]
+    expected = [runner.run(batch).states.clone() for batch in batches]
+    torch.cuda.synchronize()
+    wrong: list[int] = []
+
+    def work(batch, states: torch.Tensor, number: int) -> None:
+        with torch.cuda.stream(torch.cuda.Stream()):
+            results = [runner.run(batch).states for _ in range(50)]
+            wrong.extend(number for result in results if not torch.equal(result, states))
+
+    threads = [
+        threading.Thread(target=work, args=(*pair, k)) for k, pair in enumerate(zip(batches, expected, strict=True))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert wrong == []
+
+
+def test_threads_capture_at_once(cuda_artifact: Path) -> None:
+    """Two runners capture in two threads while a third thread allocates and synchronises."""
+    runners = [toolkit.load(cuda_artifact, device="cuda", mode="graph") for _ in range(2)]
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def busy() -> None:
+        while not stop.is_set():
+            torch.randn(256, 256, device="cuda").sum().item()
+
+    def work(runner: Runner) -> None:
+        try:
+            for n in range(1, 20):
+                runner.embed([TokenIds(list(range(1, n + 1)))] * n)
+        except BaseException as error:
+            errors.append(error)
+
+    noise = threading.Thread(target=busy)
+    threads = [threading.Thread(target=work, args=(runner,)) for runner in runners]
+    for thread in (noise, *threads):
+        thread.start()
+    for thread in threads:
+        thread.join()
+    stop.set()
+    noise.join()
+    assert errors == []
+    assert all(runner.stats.eager_fallbacks == 0 for runner in runners)
+
+
+def test_without_a_c_compiler_the_mode_is_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    reason = why_no_compiler(torch.device("cuda"))
+    assert reason is not None
+    assert "apt-get install gcc" in reason
+    with pytest.warns(UserWarning, match="no C compiler"):
+        assert resolve_mode("auto", torch.device("cuda")) == "eager"
+    assert Pooler("mean", True, torch.device("cuda")).pool_fused is None
 
 
 def test_load_chooses_graphs(cuda_artifact: Path) -> None:

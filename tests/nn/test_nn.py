@@ -23,9 +23,7 @@ CPU = torch.device("cpu")
 def embeddings(segments: int = 3) -> Embeddings:
     torch.manual_seed(0)
     norm = NormSpec(eps=1e-3)
-    return Embeddings(
-        EmbeddingSpec(vocab_size=11, width=6, positions=9, position_start=0, segments=segments, norm=norm)
-    )
+    return Embeddings(EmbeddingSpec(vocab_size=11, width=6, positions=9, segments=segments, norm=norm), 6)
 
 
 def test_unselected_nan_never_spreads() -> None:

@@ -75,10 +75,11 @@ def fresh(bert_artifact: Path, tmp_path: Path) -> Path:
 
 def edit_spec(folder: Path, *keys: str, value: object) -> None:
     manifest = json.loads((folder / "toolkit.json").read_text(encoding="utf-8"))
-    place = manifest["spec"]
-    for key in keys[:-1]:
-        place = place[key]
-    place[keys[-1]] = value
+    places = manifest["spec"]["blocks"] if keys[0] in manifest["spec"]["blocks"][0] else [manifest["spec"]]
+    for place in places:
+        for key in keys[:-1]:
+            place = place[key]
+        place[keys[-1]] = value
     edit_json(folder / "toolkit.json", spec=manifest["spec"])
 
 
@@ -172,7 +173,7 @@ def test_convert_fails_and_writes_nothing(
     bert_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pooling, "POOLINGS", {**pooling.POOLINGS, "mean": pooling.POOLINGS["cls"]})
-    monkeypatch.setattr("toolkit.compile.shutil.which", lambda name: None)
+    monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ParityError, match="nothing was written") as caught:
         toolkit.convert(str(bert_checkpoint), tmp_path / "out", device="cpu")
     assert caught.value.exit_status == 1

@@ -1,29 +1,40 @@
 """Attention over packed sequences: one file a backend, and the table that says which are there.
 
-A backend is chosen when a module is built, never inside `forward`. Each is one custom op with a fake
-implementation, so the compiler sees a single node and the graph stays whole.
+A backend is chosen when a module is built, never inside `forward`. Each of its functions is one custom op with a
+fake implementation, so the compiler sees a single node and the graph stays whole.
 """
 
 import importlib
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import UnsupportedError
-from toolkit.spec import AttentionSpec
+from toolkit.spec import AttentionSpec, DisentangledSpec
 
 __all__ = ["BACKENDS", "AttentionBackend", "Backend", "choose_backend"]
 
+Scores = Literal["plain", "window", "bias", "disentangled"]
+
 
 class AttentionBackend(Protocol):
-    """q [T, N, H], k and v [T, K, H], cu_seqlens int32 [S + 1], max_len int32 [1] on the CPU → [T, N, H].
+    """What a backend's module defines; `attend_biased` and `attend_disentangled` only if its row says so.
 
-    `max_len` is an upper bound of the sequence lengths. Rows beyond `cu_seqlens[-1]` are left undefined.
+    q [T, N, H], k and v [T, K, H], cu_seqlens int32 [S + 1], max_len int32 [1] on the CPU → [T, N, H]. `max_len` is
+    an upper bound of the sequence lengths. Rows beyond `cu_seqlens[-1]` are left undefined. A distance is the
+    query's position minus the key's; tables of distances have R = 2 × longest - 1 columns, distance 0 in the middle.
     """
 
-    def __call__(
+    def attend(
+        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+    ) -> Tensor:
+        """Attend within each sequence; `reach` is how far to either side, -1 for all."""
+        ...
+
+    def attend_biased(
         self,
         q_TNH: Tensor,
         k_TKH: Tensor,
@@ -31,9 +42,24 @@ class AttentionBackend(Protocol):
         cu_seqlens: Tensor,
         max_len: Tensor,
         scale: float,
-        /,
+        bias_NR: Tensor,
     ) -> Tensor:
-        """Attend within each sequence, bidirectionally."""
+        """Add `bias_NR` (float32) to the scores of each head, by distance."""
+        ...
+
+    def attend_disentangled(
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        cu_seqlens: Tensor,
+        max_len: Tensor,
+        scale: float,
+        content_q_TNB: Tensor | None,
+        content_k_TNB: Tensor | None,
+        bucket_of_R: Tensor,
+    ) -> Tensor:
+        """Add to a score its query's and its key's entry for the bucket of the distance (int32)."""
         ...
 
 
@@ -47,6 +73,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...]
     max_head_dim: int
     head_dim_multiple: int
+    scores: tuple[Scores, ...]
 
     def why_unavailable(self) -> str | None:
         """None if it can run on this machine, else the reason and the fix."""
@@ -64,11 +91,23 @@ class Backend:
             return f"head size {spec.head_dim} is no multiple of {self.head_dim_multiple}"
         if spec.causal:
             return "causal attention is not supported yet"
+        needed = _scores(spec)
+        if needed not in self.scores:
+            return f"has no {needed} scores"
         return self.why_unavailable()
 
     def load(self) -> AttentionBackend:
-        """Import the backend's module and return its op."""
-        return importlib.import_module(self.module).attend
+        """Import the backend's module."""
+        module: Any = importlib.import_module(self.module)
+        return module
+
+
+def _scores(spec: AttentionSpec) -> Scores:
+    if spec.distance is not None:
+        if spec.reach is not None:
+            raise UnsupportedError("a window together with a bias by distance is not supported")
+        return "disentangled" if isinstance(spec.distance, DisentangledSpec) else "bias"
+    return "plain" if spec.reach is None else "window"
 
 
 _HALF = (torch.float16, torch.bfloat16)
@@ -77,12 +116,31 @@ _ANY = (torch.float64, torch.float32, *_HALF)
 # In order of preference.
 BACKENDS = (
     Backend(
+        name="efficient",
+        module="toolkit.attention.efficient",
+        device="cuda",
+        dtypes=(torch.float32,),
+        max_head_dim=2**16,
+        head_dim_multiple=8,
+        scores=("plain",),
+    ),
+    Backend(
+        name="triton",
+        module="toolkit.attention.triton_varlen",
+        device="cuda",
+        dtypes=(torch.float32, *_HALF),
+        max_head_dim=128,
+        head_dim_multiple=1,
+        scores=("plain", "window", "bias", "disentangled"),
+    ),
+    Backend(
         name="varlen",
         module="toolkit.attention.varlen",
         device="cuda",
         dtypes=_HALF,
         max_head_dim=256,
         head_dim_multiple=8,
+        scores=("plain", "window"),
     ),
     Backend(
         name="flash3",
@@ -91,25 +149,24 @@ BACKENDS = (
         dtypes=_HALF,
         max_head_dim=256,
         head_dim_multiple=8,
+        scores=("plain", "window"),
     ),
     Backend(
-        name="efficient",
-        module="toolkit.attention.efficient",
-        device="cuda",
-        dtypes=(torch.float32, *_HALF),
-        max_head_dim=2**16,
-        head_dim_multiple=8,
-    ),
-    Backend(
-        name="sdpa", module="toolkit.attention.sdpa", device="cpu", dtypes=_ANY, max_head_dim=2**30, head_dim_multiple=1
+        name="sdpa",
+        module="toolkit.attention.sdpa",
+        device="cpu",
+        dtypes=_ANY,
+        max_head_dim=2**30,
+        head_dim_multiple=1,
+        scores=("plain", "window", "bias", "disentangled"),
     ),
 )
 
 
 def choose_backend(
-    spec: AttentionSpec, device: torch.device, dtype: torch.dtype, name: str = "auto"
+    specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype, name: str = "auto"
 ) -> tuple[str, AttentionBackend]:
-    """Return the name and the op of the first backend that fits, or of the one that is asked for.
+    """Return the name and the module of the first backend that fits all `specs`, or of the one that is asked for.
 
     Raises:
         UnsupportedError: none fits; the message gives each one's reason.
@@ -118,7 +175,7 @@ def choose_backend(
     for backend in BACKENDS:
         if name not in ("auto", backend.name):
             continue
-        reason = backend.why_unfit(spec, device, dtype)
+        reason = next(filter(None, (backend.why_unfit(spec, device, dtype) for spec in specs)), None)
         if reason is None:
             return backend.name, backend.load()
         reasons.append(f"{backend.name}: {reason}")

@@ -16,8 +16,11 @@ def why_unavailable() -> str | None:
 
 
 @torch.library.custom_op("toolkit::efficient_attention", mutates_args=())
-def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
+def attend(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
+    assert reach < 0, "this kernel has no windows"
     groups = q_TNH.shape[1] // k_TKH.shape[1]
     if groups > 1:  # the kernel wants as many key/value heads as query heads
         k_TKH, v_TKH = (x.repeat_interleave(groups, dim=1) for x in (k_TKH, v_TKH))
@@ -39,5 +42,7 @@ def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_
 
 
 @attend.register_fake
-def _(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
+def _(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)

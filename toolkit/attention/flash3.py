@@ -23,17 +23,30 @@ def why_unavailable() -> str | None:
 
 
 @torch.library.custom_op("toolkit::flash3_attention", mutates_args=())
-def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
+def attend(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
     from fa3_fwd_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     longest = int(max_len.item())
     result = flash_attn_varlen_func(
-        q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, softmax_scale=scale, causal=False
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        softmax_scale=scale,
+        causal=False,
+        window_size=(reach, reach),
     )
     return result[0] if isinstance(result, tuple) else result
 
 
 @attend.register_fake
-def _(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
+def _(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)

@@ -1,16 +1,17 @@
 """CPU attention: torch's SDPA per sequence, with runs of equally long neighbours in one call.
 
 Shape suffixes: T tokens, N query heads, K key/value heads, H head size, S sequences, B sequences of one
-length L.
+length L (in `content`: B buckets), R distances.
 """
 
 import itertools
+from collections.abc import Callable, Iterator
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attend", "why_unavailable"]
+__all__ = ["attend", "attend_biased", "attend_disentangled", "why_unavailable"]
 
 
 def why_unavailable() -> str | None:
@@ -18,23 +19,102 @@ def why_unavailable() -> str | None:
     return None
 
 
-@torch.library.custom_op("toolkit::sdpa_attention", mutates_args=())
-def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
-    """See `toolkit.attention.AttentionBackend`."""
-    o_TNH = q_TNH.new_empty(q_TNH.shape)
-    gqa = q_TNH.shape[1] != k_TKH.shape[1]
+def _runs(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
+    """(start, stop, length) of each run of equally long sequences that are not empty."""
     start = 0
-    lengths = cu_seqlens.diff().tolist()
-    for length, run in itertools.groupby(lengths):
+    for length, run in itertools.groupby(cu_seqlens.diff().tolist()):
         stop = start + length * sum(1 for _ in run)
         if length:
-            q, k, v = (x[start:stop].unflatten(0, (-1, length)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
-            o_BNLH = F.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=gqa)
-            o_TNH[start:stop].unflatten(0, (-1, length)).copy_(o_BNLH.transpose(1, 2))
+            yield start, stop, length
         start = stop
+
+
+def _attend(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    scale: float,
+    mask_of: Callable[[int, int, int], Tensor | None],
+) -> Tensor:
+    """`mask_of` gives what is added to the scores of a run: broadcastable to [B, N, L, L], or None."""
+    o_TNH = q_TNH.new_empty(q_TNH.shape)
+    gqa = q_TNH.shape[1] != k_TKH.shape[1]
+    for start, stop, length in _runs(cu_seqlens):
+        q, k, v = (x[start:stop].unflatten(0, (-1, length)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
+        mask = mask_of(start, stop, length)
+        o_BNLH = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
+        o_TNH[start:stop].unflatten(0, (-1, length)).copy_(o_BNLH.transpose(1, 2))
     return o_TNH
 
 
+def _distances(length: int) -> Tensor:
+    """Query minus key: [L, L]."""
+    places = torch.arange(length)
+    return places[:, None] - places[None, :]
+
+
+@torch.library.custom_op("toolkit::sdpa_attention", mutates_args=())
+def attend(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+) -> Tensor:
+    """See `toolkit.attention.AttentionBackend`."""
+
+    def mask_of(start: int, stop: int, length: int) -> Tensor | None:
+        return _distances(length).abs() <= reach if 0 <= reach < length - 1 else None
+
+    return _attend(q_TNH, k_TKH, v_TKH, cu_seqlens, scale, mask_of)
+
+
+@torch.library.custom_op("toolkit::sdpa_attention_biased", mutates_args=())
+def attend_biased(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_len: Tensor,
+    scale: float,
+    bias_NR: Tensor,
+) -> Tensor:
+    """See `toolkit.attention.AttentionBackend`."""
+
+    def mask_of(start: int, stop: int, length: int) -> Tensor:
+        return bias_NR[:, _distances(length) + bias_NR.shape[1] // 2].to(q_TNH.dtype)[None]
+
+    return _attend(q_TNH, k_TKH, v_TKH, cu_seqlens, scale, mask_of)
+
+
+@torch.library.custom_op("toolkit::sdpa_attention_disentangled", mutates_args=())
+def attend_disentangled(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_len: Tensor,
+    scale: float,
+    content_q_TNB: Tensor | None,
+    content_k_TNB: Tensor | None,
+    bucket_of_R: Tensor,
+) -> Tensor:
+    """See `toolkit.attention.AttentionBackend`."""
+
+    def mask_of(start: int, stop: int, length: int) -> Tensor:
+        bucket_LL = bucket_of_R[_distances(length) + bucket_of_R.shape[0] // 2].long()
+        shape = ((stop - start) // length, q_TNH.shape[1], length, length)
+        total_BNLL = q_TNH.new_zeros(shape)
+        for content, by_key in ((content_q_TNB, False), (content_k_TNB, True)):
+            if content is not None:
+                rows = content[start:stop].unflatten(0, (-1, length)).transpose(1, 2)
+                index = bucket_LL.T if by_key else bucket_LL
+                part = rows.gather(3, index.expand(shape))
+                total_BNLL += part.transpose(2, 3) if by_key else part
+        return total_BNLL
+
+    return _attend(q_TNH, k_TKH, v_TKH, cu_seqlens, scale, mask_of)
+
+
 @attend.register_fake
-def _(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
+@attend_biased.register_fake
+@attend_disentangled.register_fake
+def _(q_TNH: Tensor, *rest: object) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)

@@ -21,14 +21,31 @@ def why_unavailable() -> str | None:
 
 
 @torch.library.custom_op("toolkit::varlen_attention", mutates_args=())
-def attend(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
+def attend(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
     longest = int(max_len.item())
+    window = reach if reach >= 0 else None
     return torch.ops.aten._flash_attention_forward(
-        q_TNH, k_TKH, v_TKH, cu_seqlens, cu_seqlens, longest, longest, 0.0, False, False, scale=scale
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        0.0,
+        False,
+        False,
+        scale=scale,
+        window_size_left=window,
+        window_size_right=window,
     )[0]
 
 
 @attend.register_fake
-def _(q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float) -> Tensor:
+def _(
+    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)

@@ -1,32 +1,123 @@
 """The attention block around a backend that is handed in.
 
-Shape suffixes: T tokens, D hidden size, N query heads, K key/value heads, H head size, S sequences.
+Shape suffixes: T tokens, D hidden size, N query heads, K key/value heads, H head size, S sequences, B buckets of
+distances.
 """
 
+from typing import NamedTuple
+
+import torch
 from torch import Tensor, nn
 
 from toolkit.attention import AttentionBackend
 from toolkit.nn.linear import FusedLinear
-from toolkit.spec import AttentionSpec
+from toolkit.nn.norm import build_norm
+from toolkit.nn.rope import rotate
+from toolkit.spec import AttentionSpec, DisentangledSpec
 
-__all__ = ["Attention"]
+__all__ = ["Attention", "DisentangledAttention", "Places", "build_attention"]
+
+
+class Places(NamedTuple):
+    """Where the tokens are, computed once for all layers.
+
+    `cu_seqlens` int32 [S + 1]; `max_len` int32 [1] on the CPU; `ropes` cosines and sines of each rope of the model;
+    `distance` what a bias by distance needs, an empty tensor if there is none; `bucket_of` likewise.
+    """
+
+    cu_seqlens: Tensor
+    max_len: Tensor
+    ropes: tuple[tuple[Tensor, Tensor], ...]
+    distance: Tensor
+    bucket_of: Tensor
 
 
 class Attention(nn.Module):
-    """Self-attention over packed sequences: one matrix product for q, k and v, the backend, one for the output."""
+    """Self-attention over packed sequences: one matrix product for q, k and v, the backend, one for the output.
 
-    def __init__(self, hidden: int, spec: AttentionSpec, backend: AttentionBackend) -> None:
+    `rope` is the place of this block's rotation among `Places.ropes`.
+    """
+
+    def __init__(self, hidden: int, spec: AttentionSpec, backend: AttentionBackend, rope: int | None) -> None:
         super().__init__()
-        self.spec = spec
+        self.spec, self.backend, self.rope = spec, backend, rope
         query, key_value = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         self.qkv = FusedLinear(hidden, (query, key_value, key_value), spec.bias)
-        self.out = nn.Linear(query, hidden, spec.bias)
-        self.backend = backend
+        self.out = nn.Linear(query, hidden, spec.out_bias)
+        self.q_norm = self.k_norm = None
+        if spec.qk_norm is not None:
+            whole = spec.qk_norm_over == "all"
+            self.q_norm = build_norm(query if whole else spec.head_dim, spec.qk_norm)
+            self.k_norm = build_norm(key_value if whole else spec.head_dim, spec.qk_norm)
 
-    def forward(self, x_TD: Tensor, cu_seqlens: Tensor, max_len: Tensor) -> Tensor:
-        """[T, D] → [T, D]; `cu_seqlens` int32 [S + 1], `max_len` int32 [1] on the CPU."""
+    def forward(self, x_TD: Tensor, places: Places) -> Tensor:
+        """[T, D] → [T, D]."""
         heads, kv_heads, size = self.spec.heads, self.spec.kv_heads, self.spec.head_dim
         qkv_TNH = self.qkv(x_TD).view(-1, heads + 2 * kv_heads, size)
         q_TNH, k_TKH, v_TKH = qkv_TNH.split((heads, kv_heads, kv_heads), dim=1)
-        o_TNH = self.backend(q_TNH, k_TKH, v_TKH, cu_seqlens, max_len, self.spec.scale)
-        return self.out(o_TNH.flatten(1))
+        if self.q_norm is not None and self.k_norm is not None:
+            q_TNH, k_TKH = self._normalise(self.q_norm, q_TNH), self._normalise(self.k_norm, k_TKH)
+        if self.rope is not None:
+            cos, sin = places.ropes[self.rope]
+            q_TNH, k_TKH = rotate(q_TNH, cos, sin), rotate(k_TKH, cos, sin)
+        return self.out(self._attend(q_TNH, k_TKH, v_TKH, places).flatten(1))
+
+    def _normalise(self, norm: nn.Module, x_TNH: Tensor) -> Tensor:
+        if self.spec.qk_norm_over == "all":
+            return norm(x_TNH.flatten(1)).view(x_TNH.shape)
+        return norm(x_TNH)
+
+    def _attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, places: Places) -> Tensor:
+        args = (q_TNH, k_TKH, v_TKH, places.cu_seqlens, places.max_len, self.spec.scale)
+        if self.spec.distance is not None:
+            return self.backend.attend_biased(*args, places.distance)
+        return self.backend.attend(*args, -1 if self.spec.reach is None else self.spec.reach)
+
+
+class DisentangledAttention(Attention):
+    """DeBERTa's attention (He et al., 2021): content against content, distance, and both ways round.
+
+    `places.distance` are the rows of the table of distances. They go through this layer's projections, which are
+    the queries' and keys' own if the layer shares them.
+    """
+
+    def __init__(self, hidden: int, spec: AttentionSpec, distance: DisentangledSpec, backend: AttentionBackend) -> None:
+        super().__init__(hidden, spec, backend, None)
+        self.distance = distance
+        width = spec.heads * spec.head_dim
+        own = not distance.shared
+        self.distance_key = nn.Linear(hidden, width) if own and distance.c2p else None
+        self.distance_query = nn.Linear(hidden, width) if own and distance.p2c else None
+
+    def _attend(self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, places: Places) -> Tensor:
+        rows_BD = places.distance
+        shared_BNH = self.qkv(rows_BD).unflatten(1, (3, self.spec.heads, -1)) if self.distance.shared else None
+        content_q_TNB = content_k_TNB = None
+        if self.distance.c2p:
+            rows_BNH = shared_BNH[:, 1] if shared_BNH is not None else self._split(self.distance_key, rows_BD)
+            content_q_TNB = torch.einsum("tnh,bnh->tnb", q_TNH * self.spec.scale, rows_BNH)
+        if self.distance.p2c:
+            rows_BNH = shared_BNH[:, 0] if shared_BNH is not None else self._split(self.distance_query, rows_BD)
+            content_k_TNB = torch.einsum("tnh,bnh->tnb", k_TKH * self.spec.scale, rows_BNH)
+        return self.backend.attend_disentangled(
+            q_TNH,
+            k_TKH,
+            v_TKH,
+            places.cu_seqlens,
+            places.max_len,
+            self.spec.scale,
+            content_q_TNB,
+            content_k_TNB,
+            places.bucket_of,
+        )
+
+    def _split(self, projection: nn.Module | None, rows_BD: Tensor) -> Tensor:
+        assert projection is not None
+        return projection(rows_BD).unflatten(1, (self.spec.heads, -1))
+
+
+def build_attention(hidden: int, spec: AttentionSpec, backend: AttentionBackend, rope: int | None) -> Attention:
+    """Build the block that an AttentionSpec describes."""
+    if isinstance(spec.distance, DisentangledSpec):
+        return DisentangledAttention(hidden, spec, spec.distance, backend)
+    return Attention(hidden, spec, backend, rope)

@@ -1,42 +1,67 @@
 """The tables in front of the layers, with both ways in: token ids, or embeddings supplied by the caller.
 
-Shape suffixes: T tokens of all sequences, packed; D hidden size (here also the width of the seam).
+Shape suffixes: T tokens of all sequences, packed; W width of the seam; D hidden size.
 """
 
 import torch
 from torch import Tensor, nn
 
+from toolkit.nn.norm import build_norm
 from toolkit.spec import EmbeddingSpec
 
 __all__ = ["Embeddings"]
 
 
 class Embeddings(nn.Module):
-    """Token, segment and position tables, summed in this order, then normalised.
+    """Token, segment and position tables, summed in this order, then normalised and brought to the hidden size.
 
-    The seam is the output of the token table alone: caller-supplied embeddings take its place.
+    The seam is the output of the token table alone, scaled if the model scales it: caller-supplied embeddings take
+    its place.
     """
 
-    def __init__(self, spec: EmbeddingSpec) -> None:
+    def __init__(self, spec: EmbeddingSpec, hidden: int) -> None:
         super().__init__()
+        self.spec, self.scale = spec, spec.scale
         self.token = nn.Embedding(spec.vocab_size, spec.width)
-        self.segment = nn.Embedding(spec.segments, spec.width)
-        self.position = nn.Embedding(spec.positions, spec.width)
-        self.norm = nn.LayerNorm(spec.width, eps=spec.norm.eps)
+        self.segment = nn.Embedding(spec.segments, spec.width) if spec.segments else None
+        self.position = nn.Embedding(spec.positions, spec.width) if spec.positions else None
+        projected = spec.projection != "none"
+        self.projection = nn.Linear(spec.width, hidden, spec.projection_bias) if projected else None
+        normalised = hidden if spec.projection == "before_norm" else spec.width
+        self.norm = build_norm(normalised, spec.norm) if spec.norm is not None else None
+
+    def compute_buffers(self) -> None:
+        """Round the scale to the weights' dtype, as the references do."""
+        self.scale = float(torch.tensor(self.spec.scale, dtype=torch.float64).to(self.token.weight.dtype))
+
+    def look_up(self, ids_T: Tensor) -> Tensor:
+        """The seam: int32 [T] → [T, W]."""
+        token_TW = self.token(ids_T)
+        return token_TW if self.scale == 1 else token_TW * self.scale
 
     def from_ids(self, ids_T: Tensor, positions_T: Tensor, segments_T: Tensor) -> Tensor:
         """ids, positions, segments: int32 [T] → [T, D]."""
-        return self._finish(self.token(ids_T), positions_T, segments_T)
+        return self._finish(self.look_up(ids_T), positions_T, segments_T)
 
     def from_embeds(
-        self, embeds_TD: Tensor, is_embed_T: Tensor, ids_T: Tensor, positions_T: Tensor, segments_T: Tensor
+        self, embeds_TW: Tensor, is_embed_T: Tensor, ids_T: Tensor, positions_T: Tensor, segments_T: Tensor
     ) -> Tensor:
         """Rows where `is_embed` (bool [T]) come from `embeds`, the others from the token table → [T, D].
 
         A selection, not a blend: what stands in an unselected slot, NaN included, cannot reach the result.
         """
-        token_TD = torch.where(is_embed_T[:, None], embeds_TD, self.token(ids_T))
-        return self._finish(token_TD, positions_T, segments_T)
+        token_TW = torch.where(is_embed_T[:, None], embeds_TW, self.look_up(ids_T))
+        return self._finish(token_TW, positions_T, segments_T)
 
-    def _finish(self, token_TD: Tensor, positions_T: Tensor, segments_T: Tensor) -> Tensor:
-        return self.norm(token_TD + self.segment(segments_T) + self.position(positions_T))
+    def _finish(self, x: Tensor, positions_T: Tensor, segments_T: Tensor) -> Tensor:
+        if self.segment is not None:
+            x = x + self.segment(segments_T)
+        if self.position is not None:
+            x = x + self.position(positions_T)
+        if self.projection is not None and self.spec.projection == "before_norm":
+            x = self.projection(x)
+        if self.norm is not None:
+            x = self.norm(x)
+        if self.projection is not None and self.spec.projection == "after_norm":
+            x = self.projection(x)
+        return x

@@ -1,36 +1,74 @@
 """The whole encoder: embedding layer and layer stack, behind two entry points with fixed signatures.
 
-Shape suffixes: T tokens of all sequences, packed; D hidden size; S sequences.
+Shape suffixes: T tokens of all sequences, packed; D hidden size; S sequences; W width of the seam.
 """
+
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
 from toolkit.attention import AttentionBackend
 from toolkit.compile import supports_torch_compile
-from toolkit.nn.attention import Attention
+from toolkit.nn.attention import Places, build_attention
+from toolkit.nn.distance import DistanceTable, build_distance
 from toolkit.nn.embeddings import Embeddings
 from toolkit.nn.linear import FusedLinear
-from toolkit.nn.mlp import Mlp
-from toolkit.spec import EncoderSpec
+from toolkit.nn.mlp import build_mlp
+from toolkit.nn.norm import build_norm
+from toolkit.nn.rope import RopeTable
+from toolkit.spec import BlockSpec, EncoderSpec
 
-__all__ = ["Encoder", "build_encoder", "part_shapes"]
+__all__ = ["Encoder", "build_encoder", "fill", "part_shapes"]
 
 
 class PostNormBlock(nn.Module):
     """Attention and feed-forward, each added to its input and then normalised."""
 
-    def __init__(self, spec: EncoderSpec, backend: AttentionBackend) -> None:
+    def __init__(self, hidden: int, spec: BlockSpec, backend: AttentionBackend, rope: int | None) -> None:
         super().__init__()
-        self.attention = Attention(spec.hidden, spec.attention, backend)
-        self.attention_norm = nn.LayerNorm(spec.hidden, eps=spec.norm.eps)
-        self.mlp = Mlp(spec.hidden, spec.mlp)
-        self.mlp_norm = nn.LayerNorm(spec.hidden, eps=spec.norm.eps)
+        self.attention = build_attention(hidden, spec.attention, backend, rope)
+        self.attention_norm = build_norm(hidden, spec.norm)
+        self.mlp = build_mlp(hidden, spec.mlp)
+        self.mlp_norm = build_norm(hidden, spec.norm)
 
-    def forward(self, x_TD: Tensor, cu_seqlens: Tensor, max_len: Tensor) -> Tensor:
+    def forward(self, x_TD: Tensor, places: Places) -> Tensor:
         """[T, D] → [T, D]."""
-        x_TD = self.attention_norm(self.attention(x_TD, cu_seqlens, max_len) + x_TD)
+        x_TD = self.attention_norm(self.attention(x_TD, places) + x_TD)
         return self.mlp_norm(self.mlp(x_TD) + x_TD)
+
+
+class PreNormBlock(nn.Module):
+    """Attention and feed-forward, each over the normalised input and then added to it."""
+
+    def __init__(self, hidden: int, spec: BlockSpec, backend: AttentionBackend, rope: int | None) -> None:
+        super().__init__()
+        self.attention_norm = build_norm(hidden, spec.norm) if spec.attention_norm else nn.Identity()
+        self.attention = build_attention(hidden, spec.attention, backend, rope)
+        self.mlp_norm = build_norm(hidden, spec.norm)
+        self.mlp = build_mlp(hidden, spec.mlp)
+
+    def forward(self, x_TD: Tensor, places: Places) -> Tensor:
+        """[T, D] → [T, D]."""
+        x_TD = x_TD + self.attention(self.attention_norm(x_TD), places)
+        return x_TD + self.mlp(self.mlp_norm(x_TD))
+
+
+class SandwichBlock(PreNormBlock):
+    """Like PreNormBlock, with a norm after each branch too, before it is added."""
+
+    def __init__(self, hidden: int, spec: BlockSpec, backend: AttentionBackend, rope: int | None) -> None:
+        super().__init__(hidden, spec, backend, rope)
+        self.attention_out_norm = build_norm(hidden, spec.norm)
+        self.mlp_out_norm = build_norm(hidden, spec.norm)
+
+    def forward(self, x_TD: Tensor, places: Places) -> Tensor:
+        """[T, D] → [T, D]."""
+        x_TD = x_TD + self.attention_out_norm(self.attention(self.attention_norm(x_TD), places))
+        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))
+
+
+_BLOCKS = {"post": PostNormBlock, "pre": PreNormBlock, "sandwich": SandwichBlock}
 
 
 @supports_torch_compile(
@@ -43,20 +81,31 @@ class Encoder(nn.Module):
     Both entry points return the token states of the last layer, [T, D]. Rows beyond the last sequence's end
     are undefined and reach no other row. Inputs: `ids`, `positions`, `segments` int32 [T]; `cu_seqlens` int32
     [S + 1], ascending from 0 (equal neighbours are empty sequences); `max_len` int32 [1] on the CPU, an upper
-    bound of the sequence lengths; `embeds` [T, D] in the weights' dtype; `is_embed` bool [T].
+    bound of the sequence lengths; `embeds` [T, W] in the weights' dtype; `is_embed` bool [T].
     """
 
     def __init__(self, spec: EncoderSpec, backend: AttentionBackend) -> None:
         super().__init__()
         self.spec = spec
-        self.embeddings = Embeddings(spec.embedding)
-        self.blocks = nn.ModuleList(PostNormBlock(spec, backend) for _ in range(spec.layers))
+        self.embeddings = Embeddings(spec.embedding, spec.hidden)
+        kinds = list(dict.fromkeys(a.rope for a in spec.attentions if a.rope is not None))
+        self.ropes = nn.ModuleList(RopeTable(rope, spec.usable_length) for rope in kinds)
+        first = spec.attentions[0]
+        assert all(a.distance == first.distance for a in spec.attentions), "layers share what they know of distances"
+        self.distance = (
+            build_distance(first.distance, spec.hidden, first.heads, spec.usable_length) if first.distance else None
+        )
+        self.blocks = nn.ModuleDict()
+        for block in spec.blocks:
+            rope = kinds.index(block.attention.rope) if block.attention.rope is not None else None
+            self.blocks[block.name] = _BLOCKS[block.arrangement](spec.hidden, block, backend, rope)
+        self.final_norm = build_norm(spec.hidden, spec.final_norm) if spec.final_norm is not None else nn.Identity()
 
     def forward_ids(
         self, ids: Tensor, positions: Tensor, segments: Tensor, cu_seqlens: Tensor, max_len: Tensor
     ) -> Tensor:
         """Token ids in, embedding lookup inside."""
-        return self._layers(self.embeddings.from_ids(ids, positions, segments), cu_seqlens, max_len)
+        return self._layers(self.embeddings.from_ids(ids, positions, segments), positions, cu_seqlens, max_len)
 
     def forward_embeds(
         self,
@@ -70,22 +119,39 @@ class Encoder(nn.Module):
     ) -> Tensor:
         """Embeddings where `is_embed`, looked-up ids elsewhere."""
         x_TD = self.embeddings.from_embeds(embeds, is_embed, ids, positions, segments)
-        return self._layers(x_TD, cu_seqlens, max_len)
+        return self._layers(x_TD, positions, cu_seqlens, max_len)
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
-        """The seam: int [T] → [T, D], what `embeds` callers must pass for these ids."""
-        return self.embeddings.token(ids)
+        """The seam: int [T] → [T, W], what `embeds` callers must pass for these ids."""
+        return self.embeddings.look_up(ids)
 
-    def _layers(self, x_TD: Tensor, cu_seqlens: Tensor, max_len: Tensor) -> Tensor:
-        for block in self.blocks:
-            x_TD = block(x_TD, cu_seqlens, max_len)
-        return x_TD
+    def _layers(self, x_TD: Tensor, positions: Tensor, cu_seqlens: Tensor, max_len: Tensor) -> Tensor:
+        none = x_TD.new_empty(0)
+        places = Places(
+            cu_seqlens=cu_seqlens,
+            max_len=max_len,
+            ropes=tuple(rope(positions) for rope in self.ropes),
+            distance=self.distance() if self.distance is not None else none,
+            bucket_of=self.distance.bucket_of if isinstance(self.distance, DistanceTable) else none,
+        )
+        for name in self.spec.schedule:
+            x_TD = self.blocks[name](x_TD, places)
+        return self.final_norm(x_TD)
 
 
 def build_encoder(spec: EncoderSpec, backend: AttentionBackend) -> Encoder:
-    """Build the module on the meta device: shapes without memory, to be filled by `load_state_dict(assign=True)`."""
+    """Build the module on the meta device: shapes without memory, to be filled by `fill`."""
     with torch.device("meta"):
         return Encoder(spec, backend).eval().requires_grad_(False)
+
+
+def fill(model: nn.Module, weights: Mapping[str, Tensor], device: torch.device) -> None:
+    """Give a module that was built on the meta device its weights, compute its tables, and move it to `device`."""
+    model.load_state_dict(weights, strict=True, assign=True)
+    for module in model.modules():
+        if hasattr(module, "compute_buffers"):
+            module.compute_buffers()  # type: ignore[operator]
+    model.to(device)
 
 
 def part_shapes(module: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:

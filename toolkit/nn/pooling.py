@@ -5,11 +5,12 @@ Empty sequences give zero vectors.
 """
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from toolkit.toolchain import why_no_compiler
 
 __all__ = ["POOLINGS", "Pooler"]
 
@@ -36,14 +37,14 @@ POOLINGS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls
 class Pooler(nn.Module):
     """A pooling by name, then L2 normalisation if asked; a zero vector stays zero.
 
-    On CUDA the mean runs as one Triton kernel, if Triton is there.
+    On CUDA the mean runs as one Triton kernel, if Triton can run.
     """
 
     def __init__(self, pooling: str, normalize: bool, device: torch.device) -> None:
         super().__init__()
         self.pool, self.normalize = POOLINGS[pooling], normalize
         self.pool_fused: Callable[[Tensor, Tensor, bool], Tensor] | None = None
-        if pooling == "mean" and device.type == "cuda" and find_spec("triton") is not None:
+        if pooling == "mean" and device.type == "cuda" and why_no_compiler(device) is None:
             from toolkit.nn.pooling_triton import pool_mean
 
             self.pool_fused = pool_mean

@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 
 from toolkit.artifact import Artifact
-from toolkit.compile import why_no_compiler
 from toolkit.errors import CheckpointError, InputError
 from toolkit.inputs import MixedPrompt, PromptEmbeds, RowInput, TokenIds
 from toolkit.parity.references import SentenceTransformersReference, TransformersReference
 from toolkit.parity.report import Cell, ParityReport
 from toolkit.parity.rule import TOLERANCES, bound, max_abs
 from toolkit.runner import MODES, Runner, load, resolve_device
+from toolkit.toolchain import why_no_compiler
 from toolkit.versions import library_versions
 
 __all__ = ["find_source", "verify", "verify_folder"]

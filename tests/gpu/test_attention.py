@@ -1,0 +1,50 @@
+"""Every CUDA backend against attention written out in float64."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.attention.reference import dense, extras, offsets_of
+from toolkit.attention import BACKENDS, Backend
+
+LENGTHS = [1, 2, 0, 17, 63, 64, 65, 130, 0, 256]
+LONGEST = torch.tensor([256], dtype=torch.int32)
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+CASES = [
+    (backend, dtype, kind)
+    for backend in BACKENDS
+    if backend.device == "cuda"
+    for dtype in backend.dtypes
+    for kind in ("plain", "reach 0", "reach 4", "reach 64", "bias", "content_q", "content_k", "disentangled")
+    if {"plain": "plain", "reach": "window", "bias": "bias"}.get(kind.split()[0], "disentangled") in backend.scores
+]
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(4, 2, 32), (3, 3, 24)])
+@pytest.mark.parametrize(("backend", "dtype", "kind"), CASES, ids=lambda v: getattr(v, "name", str(v)))
+def test_equals_attention_written_out(
+    backend: Backend, dtype: torch.dtype, kind: str, heads: int, kv_heads: int, size: int
+) -> None:
+    """B2, B3, I1, I5: strided inputs, NaN in the tail, empty sequences, key/value heads of their own."""
+    if backend.why_unavailable() is not None:
+        pytest.skip(str(backend.why_unavailable()))
+    total = sum(LENGTHS)
+    torch.manual_seed(0)
+    qkv = torch.randn(total + 9, heads + 2 * kv_heads, size, device="cuda").to(dtype)
+    qkv[total:] = float("nan")
+    q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
+    args = (q, k, v, offsets_of([*LENGTHS, 0], "cuda"), LONGEST, 0.3)
+    ops, tables = backend.load(), dict[str, Any]()
+    if kind == "plain" or kind.startswith("reach"):
+        reach = -1 if kind == "plain" else int(kind.split()[1])
+        tables["reach"] = reach
+        out = ops.attend(*args, reach)
+    else:
+        tables = extras(kind, total + 9, heads, 256, dtype, "cuda")
+        if kind == "bias":
+            out = ops.attend_biased(*args, tables["bias"])
+        else:
+            out = ops.attend_disentangled(*args, tables.get("content_q"), tables.get("content_k"), tables["bucket_of"])
+    expected = dense(q, k, v, LENGTHS, 0.3, **tables)[:total]
+    assert (out[:total].double() - expected).abs().max() < TOLERANCE[dtype]

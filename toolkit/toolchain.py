@@ -1,0 +1,28 @@
+"""Which compilers inductor and Triton find on this machine."""
+
+import os
+import shutil
+import sys
+
+import torch
+
+__all__ = ["why_no_compiler"]
+
+
+def why_no_compiler(device: torch.device) -> str | None:
+    """None if inductor can generate code for `device`, else the reason and the fix."""
+    if device.type == "cuda":
+        try:
+            import triton  # noqa: F401  # pyright: ignore[reportMissingImports]
+        except ImportError:
+            return "Triton is not installed (pip install 'dualgraph-toolkit[gpu]')"
+        compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+        if not any(map(shutil.which, compilers)):
+            return (
+                f"no C compiler was found: Triton looks for {' or '.join(compilers)} (apt-get install gcc, or set CC)"
+            )
+        return None
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if shutil.which(compiler) is None:
+        return f"no C++ compiler was found: inductor looks for {compiler} (apt-get install g++, or set CXX)"
+    return None
