@@ -206,7 +206,7 @@ def _build(kind: Any, value: Any) -> Any:
         hints = typing.get_type_hints(kind)
         different = sorted(set(hints) ^ set(value))
         if different:
-            raise TypeError(f"{kind.__name__}: {different[0]!r} is missing or unknown")
+            raise TypeError(f"{kind}: {different[0]!r} is missing or unknown")
         return kind(**{name: _build(hints[name], item) for name, item in value.items()})  # type: ignore[operator]
     if typing.get_origin(kind) is tuple:
         return tuple(_build(typing.get_args(kind)[0], item) for item in value)
