@@ -1,6 +1,5 @@
 """BERT (Devlin et al., 2018, https://arxiv.org/abs/1810.04805); reference: transformers' BertModel."""
 
-from toolkit.errors import CheckpointError
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
 from toolkit.weights import drop, fuse, rename
@@ -8,16 +7,14 @@ from toolkit.weights import drop, fuse, rename
 LAYER = "encoder.layer.{i}."
 
 
-def spec(config: ConfigReader) -> EncoderSpec:
+def spec(config: ConfigReader, *, vocab_size: int = 30522) -> EncoderSpec:
     """Effective configuration; defaults are BertConfig's."""
     config.neutral(position_embedding_type="absolute")
     hidden = config.integer("hidden_size", 768)
     heads = config.integer("num_attention_heads", 12)
-    if hidden % heads:
-        raise CheckpointError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+    head_dim = config.head_dim(hidden, heads)
     positions = config.integer("max_position_embeddings", 512)
     norm = NormSpec(eps=config.positive("layer_norm_eps", 1e-12))
-    head_dim = hidden // heads
     block = BlockSpec(
         arrangement="post",
         attention=AttentionSpec(
@@ -44,10 +41,9 @@ def spec(config: ConfigReader) -> EncoderSpec:
         schedule=tuple(block.name for block in blocks),
         usable_length=positions,
         embedding=EmbeddingSpec(
-            vocab_size=config.integer("vocab_size", 30522),
+            vocab_size=config.integer("vocab_size", vocab_size),
             width=hidden,
             positions=positions,
-            position_start=0,
             segments=config.integer("type_vocab_size", 2),
             norm=norm,
         ),
@@ -60,7 +56,7 @@ RECIPE = Recipe(
     tasks=("embed",),
     spec=spec,
     prefixes=("bert.",),
-    legacy_names={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    aliases={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
     rules=(
         rename("embeddings.token.weight", "embeddings.word_embeddings.weight"),
         rename("embeddings.position.weight", "embeddings.position_embeddings.weight"),

@@ -13,10 +13,11 @@ from transformers import AutoConfig
 from transformers.activations import ACT2FN
 
 from tests.tiny import edit_json, make_checkpoint
+from toolkit.config import NEUTRAL_EVERYWHERE, ConfigReader
 from toolkit.conversion import convert
 from toolkit.errors import CheckpointError, ToolkitError, UnsupportedError
 from toolkit.nn.linear import apply_activation
-from toolkit.recipe import NEUTRAL_EVERYWHERE, ConfigReader, Recipe
+from toolkit.recipe import Recipe
 from toolkit.registry import all_recipes, find_recipe
 from toolkit.spec import EncoderSpec
 
@@ -76,7 +77,7 @@ def test_tiny_checkpoint_converts(recipe: Recipe, tmp_path: Path) -> None:
     spec, unrecognised = recipe.read_config(recipe.tiny)
     assert not unrecognised
     assert report.manifest.spec == spec
-    assert not report.manifest.warnings
+    assert not [warning for warning in report.manifest.warnings if "has no effect" in warning]
 
 
 @each_recipe
@@ -87,7 +88,7 @@ def test_spec_survives_json(recipe: Recipe) -> None:
     with pytest.raises(TypeError):
         type(spec).from_dict({**data, "unheard_of": 1})
     for name in data:
-        with pytest.raises((TypeError, KeyError)):
+        with pytest.raises(TypeError):
             type(spec).from_dict({key: value for key, value in data.items() if key != name})
 
 

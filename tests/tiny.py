@@ -5,13 +5,15 @@ look alike. So query and key weights are scaled up, the MLP's input too, and eve
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
-from transformers import AutoConfig, AutoModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from toolkit.recipe import Recipe
 
@@ -19,22 +21,48 @@ WORDS = "the quick brown fox jumps over lazy dog a b c d e f query doc text one 
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
+# What parts of parameters' names are called across the families.
+QUERY_KEY = re.compile(r"query|key|q_proj|k_proj|q_lin|k_lin|Wqkv|qkv|\.(q|k)\.|(q|k)_norm")
+MLP_IN = re.compile(r"intermediate|lin1|ffn\.|\.wi|\.Wi|fc1|gate_proj|up_proj|up_gate|gated_layers")
+TABLE = re.compile(r"embed|emb|shared|relative_attention_bias")
+NORM = re.compile(r"norm|emb_ln|_ln\b", re.IGNORECASE)
+
+
 def heat(model: torch.nn.Module, seed: int = 0) -> None:
     draw = torch.Generator().manual_seed(seed)
+    zero_is_neutral = "Gemma" in type(model).__name__  # its norms multiply by 1 + weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             noise = torch.randn(parameter.shape, generator=draw)
             if parameter.dim() == 1:
-                norm_weight = "LayerNorm" in name and name.endswith("weight")
-                parameter.copy_(1 + 0.3 * noise if norm_weight else 0.3 * noise)
-            elif "query" in name or "key" in name:
-                parameter.copy_(noise * 0.02 * 12)
-            elif "intermediate" in name:
-                parameter.copy_(noise * 0.02 * 15)
-            elif "embeddings" in name:
+                norm_weight = NORM.search(name) is not None and name.endswith("weight")
+                size = 2.0 if norm_weight and QUERY_KEY.search(name) else 1.0
+                centre = 0.0 if zero_is_neutral else 1.0
+                parameter.copy_(size * (centre + 0.3 * noise) if norm_weight else 0.3 * noise)
+            elif TABLE.search(name):
                 parameter.copy_(noise * 0.5)
+            elif QUERY_KEY.search(name):
+                parameter.copy_(noise * 0.02 * 12)
+            elif MLP_IN.search(name):
+                parameter.copy_(noise * 0.02 * 15)
             else:
                 parameter.copy_(noise * 0.1)
+
+
+def build_model(recipe: Recipe, config: Any) -> Any:
+    """The transformers model that is this recipe's reference, with random weights."""
+    assert recipe.reference is not None
+    maker: Any = getattr(transformers, recipe.reference)
+    return maker.from_config(config) if recipe.reference.startswith("Auto") else maker(config)
+
+
+def why_no_reference(recipe: Recipe) -> str | None:
+    """None if the installed transformers can build this recipe's reference."""
+    if recipe.reference is None:
+        return "transformers has no class for it"
+    if recipe.model_type not in transformers.CONFIG_MAPPING:
+        return f"transformers {transformers.__version__} has no class for it yet"
+    return None
 
 
 def make_tokenizer(
@@ -82,7 +110,7 @@ def make_checkpoint(
     torch.manual_seed(seed)
     raw = {**recipe.tiny, **(overrides or {})}
     config = AutoConfig.for_model(**raw)
-    model = AutoModel.from_config(config)
+    model = build_model(recipe, config)
     heat(model, seed)
     model.save_pretrained(folder)
     (tokenizer or make_tokenizer()).save_pretrained(folder)

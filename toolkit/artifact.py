@@ -39,7 +39,8 @@ class Manifest:
     """`toolkit.json`. `spec`, `pipeline` and `tokenizer` are what the module is rebuilt from.
 
     `source` holds what the user wrote, the revision and the sha256 of each file; `audit` says what became of
-    every source tensor; `effective_limit` is the longest sequence, `seam_width` the width of caller embeds.
+    every source tensor; `usable_length` is the longest sequence, `seam_width` the width of caller embeds,
+    `reference` the transformers class that token states are compared with.
     """
 
     schema: int
@@ -53,6 +54,7 @@ class Manifest:
     tokenizer: TokenizerSpec
     usable_length: int
     seam_width: int
+    reference: str | None
     audit: list[dict[str, Any]]
     source: dict[str, Any]
     versions: dict[str, str]

@@ -77,17 +77,25 @@ class EmbedsBatch(PackedBatch):
         return replace(moved, embeds=self.embeds.to(device), is_embed=self.is_embed.to(device))  # type: ignore[return-value]
 
 
-def pack(rows: Sequence[Row], position_start: int) -> PackedBatch:
+def pack(rows: Sequence[Row], position_start: int, position_pad: int | None = None) -> PackedBatch:
     """Pack rows of token ids, on the CPU. Rows may be empty.
 
     Args:
         rows: checked sequences.
         position_start: the position of each sequence's first token.
+        position_pad: the id of tokens that do not count and stand at `position_start - 1`; only rows without
+            embeddings are looked at, as the references do.
     """
     lengths = np.fromiter((len(row) for row in rows), np.int32, len(rows))
     cu_seqlens = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(lengths, out=cu_seqlens[1:])
     positions = np.arange(cu_seqlens[-1], dtype=np.int32) - np.repeat(cu_seqlens[:-1], lengths) + position_start
+    if position_pad is not None:
+        for row, begin in zip(rows, cu_seqlens, strict=False):
+            if not row.embeds and (row.ids == position_pad).any():
+                counted = row.ids != position_pad
+                place = positions[begin : begin + len(row)]
+                place[:] = np.where(counted, np.cumsum(counted), 0) + position_start - 1
     return PackedBatch(
         ids=_joined([row.ids for row in rows]),
         positions=_joined([positions]),
@@ -106,10 +114,15 @@ def _joined(arrays: Sequence[np.ndarray]) -> Tensor:
 
 
 def pack_embeds(
-    rows: Sequence[Row], position_start: int, width: int, dtype: torch.dtype, device: torch.device
+    rows: Sequence[Row],
+    position_start: int,
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    position_pad: int | None = None,
 ) -> EmbedsBatch:
     """Pack rows of which some hold embeddings; `embeds` is built on `device` in `dtype`, the rest on the CPU."""
-    batch = pack(rows, position_start)
+    batch = pack(rows, position_start, position_pad)
     embeds_TW = torch.zeros(batch.tokens, width, dtype=dtype, device=device)
     is_embed_T = torch.zeros(batch.tokens, dtype=torch.bool)
     for row, begin in zip(rows, batch.cu_seqlens.tolist(), strict=False):

@@ -167,7 +167,7 @@ def _write(
         checkpoint.tensors,
         rules=recipe.rules,
         prefixes=recipe.prefixes,
-        legacy_names=recipe.legacy_names,
+        aliases=recipe.aliases,
         expected=part_shapes(model),
         dtype=dtype,
     )
@@ -187,6 +187,7 @@ def _write(
         ),
         usable_length=spec.usable_length,
         seam_width=spec.embedding.width,
+        reference=recipe.reference,
         audit=[entry.to_dict() for entry in weights.audit],
         source={
             "name": checkpoint.source,

@@ -215,10 +215,11 @@ class Runner:
 
     def pack(self, rows: Sequence[Row]) -> PackedBatch:
         """Pack rows into one batch: an EmbedsBatch if one of them holds embeddings."""
-        start = self.artifact.manifest.spec.embedding.position_start
+        embedding = self.artifact.manifest.spec.embedding
+        start, pad = embedding.position_start, embedding.position_pad
         if any(row.embeds for row in rows):
-            return pack_embeds(rows, start, self.limits.width, self.limits.dtype, self.device)
-        return pack(rows, start)
+            return pack_embeds(rows, start, self.limits.width, self.limits.dtype, self.device, pad)
+        return pack(rows, start, pad)
 
     def run(self, batch: PackedBatch) -> GraphOutput:
         """Run one packed batch: states [T, D] and vectors float32 [S, D], on the device, in memory of their own.

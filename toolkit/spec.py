@@ -47,7 +47,8 @@ class EmbeddingSpec:
     """The tables in front of the layers. The seam (what callers may pass as embeds) is `width` wide.
 
     `scale` multiplies the token table's output, before the seam. `positions` and `segments` are the rows of
-    their tables, 0 for a model without; `position_start` is the position of a sequence's first token.
+    their tables, 0 for a model without; `position_start` is the position of a sequence's first token. Tokens whose
+    id is `position_pad` stand at the position before and do not count, as in RoBERTa.
     `projection` says where a linear layer brings `width` to the hidden size.
     """
 
@@ -56,6 +57,7 @@ class EmbeddingSpec:
     norm: NormSpec | None
     positions: int = 0
     position_start: int = 0
+    position_pad: int | None = None
     segments: int = 0
     scale: float = 1.0
     projection: Literal["none", "before_norm", "after_norm"] = "none"

@@ -106,7 +106,7 @@ def load_weights(
     *,
     rules: tuple[Rule, ...],
     prefixes: tuple[str, ...],
-    legacy_names: Mapping[str, str],
+    aliases: Mapping[str, str],
     expected: Mapping[str, PartShapes],
     dtype: torch.dtype,
 ) -> LoadedWeights:
@@ -116,7 +116,7 @@ def load_weights(
         tensors: the checkpoint's tensors.
         rules: the recipe's rules; names in them are those of the bare base model.
         prefixes: prefixes that the base model's names may carry, tried together with none.
-        legacy_names: old → new endings of names.
+        aliases: old → new parts of names, whole components only, applied in order.
         expected: every parameter of the module and the shapes of its parts, in order (one part if it is not
             fused); all of them must be filled.
         dtype: the dtype that floating point tensors are cast to.
@@ -124,12 +124,14 @@ def load_weights(
     Raises:
         CheckpointError: a tensor is missing, extra, misshapen, ambiguous, or does not fit `dtype`.
     """
-    placed = _place_all(tensors, rules, prefixes, legacy_names, expected)
+    placed = _place_all(tensors, rules, prefixes, aliases, expected)
     by_target: dict[str, dict[int, _Placed]] = {}
     for item in placed:
         if item.target is not None:
-            other = by_target.setdefault(item.target, {}).setdefault(item.part, item)
-            if other is not item:
+            parts = by_target.setdefault(item.target, {})
+            other = next((p for p in parts.values() if p.rule is not item.rule or p.part == item.part), None)
+            parts[item.part] = item
+            if other is not None:
                 raise CheckpointError(
                     f"tensors {other.stored!r} and {item.stored!r} are the same parameter: remove one"
                 )
@@ -141,13 +143,13 @@ def _place_all(
     tensors: TensorSet,
     rules: tuple[Rule, ...],
     prefixes: tuple[str, ...],
-    legacy_names: Mapping[str, str],
+    aliases: Mapping[str, str],
     expected: Mapping[str, PartShapes],
 ) -> list[_Placed]:
     """Find the one reading of the stored names under which every parameter has its tensors."""
     names = sorted(tensors.info)
     wrapper = next((w for w in WRAPPERS if names and all(n.startswith(w) for n in names)), "")
-    readings = [_read_names(names, wrapper, prefix, rules, legacy_names) for prefix in ("", *prefixes)]
+    readings = [_read_names(names, wrapper, prefix, rules, aliases) for prefix in ("", *prefixes)]
     missing = [_missing(reading, rules, expected) for reading in readings]
     complete = [reading for reading, gaps in zip(readings, missing, strict=True) if not gaps]
     if len(complete) > 1:
@@ -170,16 +172,17 @@ def _place_all(
 
 
 def _read_names(
-    names: Iterable[str], wrapper: str, prefix: str, rules: tuple[Rule, ...], legacy_names: Mapping[str, str]
+    names: Iterable[str], wrapper: str, prefix: str, rules: tuple[Rule, ...], aliases: Mapping[str, str]
 ) -> list[_Placed]:
     """Place every name that fits, if the base model's names start with `prefix`."""
     placed: list[_Placed] = []
     for stored in names:
         name = stored.removeprefix(wrapper)
         inner, why = name.removeprefix(prefix), ""
-        for old, new in legacy_names.items():
-            if inner == old or inner.endswith("." + old):
-                inner, why = inner.removesuffix(old) + new, f"legacy name {old}"
+        for old, new in aliases.items():
+            if f".{old}." in f".{inner}.":
+                inner = f".{inner}.".replace(f".{old}.", f".{new}.")[1:-1]
+                why = f"{why}, {old}" if why else f"alias {old}"
         hits: list[_Placed] = []
         for rule in rules:
             if not rule.outside and not name.startswith(prefix):
@@ -201,18 +204,21 @@ def _fill(target: str, holes: Mapping[str, str]) -> str:
 
 
 def _missing(placed: list[_Placed], rules: tuple[Rule, ...], expected: Mapping[str, PartShapes]) -> list[str]:
-    """Source names that the expected parameters need and `placed` does not have."""
-    have = {(item.target, item.part) for item in placed}
+    """Source names that the expected parameters need and `placed` does not have.
+
+    Where several rules fill a parameter, the stored names decide which one it is.
+    """
+    have = {(item.target, item.rule, item.part) for item in placed}
     gaps: list[str] = []
     for target in expected:
+        missing: list[list[str]] = []
         for rule in rules:
             found = _pattern(rule.target).fullmatch(target) if rule.target else None
             if found is not None:
                 sources = [_fill(source, found.groupdict()) for source in rule.sources]
-                gaps += [source for part, source in enumerate(sources) if (target, part) not in have]
-                break
-        else:
-            raise AssertionError(f"no rule of the recipe fills the parameter {target!r}")
+                missing.append([s for part, s in enumerate(sources) if (target, rule, part) not in have])
+        assert missing, f"no rule of the recipe fills the parameter {target!r}"
+        gaps += min(missing, key=len)
     return gaps
 
 

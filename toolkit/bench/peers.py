@@ -32,7 +32,8 @@ class Peers:
         on_stage("loading the peers")
         self._st = SentenceTransformersReference(checkpoint, artifact.dtype, device, attention="sdpa")
         self._st.limit_length(artifact.manifest.tokenizer.limit)
-        self._model = TransformersReference(checkpoint, artifact.dtype, device, attention="sdpa")
+        name = artifact.manifest.reference or "AutoModel"
+        self._model = TransformersReference(checkpoint, artifact.dtype, device, attention="sdpa", name=name)
         self._onnx = None
         if device.type == "cpu" and artifact.dtype == torch.float32:
             missing = [name for name in ("onnxruntime", "onnxscript") if find_spec(name) is None]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from toolkit.artifact import Artifact
-from toolkit.errors import CheckpointError, InputError
+from toolkit.errors import CheckpointError, InputError, UnsupportedError
 from toolkit.inputs import MixedPrompt, PromptEmbeds, RowInput, TokenIds
 from toolkit.parity.references import SentenceTransformersReference, TransformersReference
 from toolkit.parity.report import Cell, ParityReport
@@ -40,12 +40,12 @@ _SENTENCES = (
 
 @dataclass(frozen=True, kw_only=True)
 class _Case:
-    """One sequence: what we are given, and the embeddings that mean the same to the reference."""
+    """One sequence: what we are given, and the ids or embeddings that mean the same to the reference."""
 
     name: str
     given: RowInput
-    embeds: Tensor
-    segments: list[int]
+    same: list[int] | Tensor
+    segments: list[int] | None
 
 
 def verify(
@@ -109,12 +109,18 @@ def verify_folder(
     dtype = artifact.dtype
     chosen, notes = _choose_modes(modes, where)
     on_stage("loading the references")
-    exact = TransformersReference(checkpoint, torch.float64, torch.device("cpu"))
-    same = TransformersReference(checkpoint, dtype, where)
+    name = artifact.manifest.reference
+    if name is None:
+        raise UnsupportedError(
+            f"transformers has no class for model_type {artifact.manifest.model_type!r}, and remote code is never run: "
+            "there is nothing to compare with (convert with --no-verify)"
+        )
+    exact = TransformersReference(checkpoint, torch.float64, torch.device("cpu"), name=name)
+    same = TransformersReference(checkpoint, dtype, where, name=name)
     cases = {path: _cases(artifact, exact, path) for path in ("ids", "embeds", "mixed")}
     on_stage("running transformers on the cases")
-    expected = {path: [exact.states(c.embeds, c.segments) for c in cases[path]] for path in cases}
-    actual = {path: [same.states(c.embeds, c.segments) for c in cases[path]] for path in cases}
+    expected = {path: [exact.states(c.same, c.segments) for c in cases[path]] for path in cases}
+    actual = {path: [same.states(c.same, c.segments) for c in cases[path]] for path in cases}
     every = [state for path in cases for state in expected[path]]
     states_error = max_abs([state for path in cases for state in actual[path]], every)[0]
     states_bound = bound(dtype, states_error, every)
@@ -207,13 +213,14 @@ def _cases(artifact: Artifact, exact: TransformersReference, path: str) -> list[
     for length in _lengths(spec.usable_length):
         ids = [draw.randrange(spec.embedding.vocab_size) for _ in range(length)]
         segments = [draw.randrange(max(spec.embedding.segments, 1)) for _ in range(length)]
+        theirs = segments if spec.embedding.segments else None
         rows = exact.table(ids)
         jitter = torch.randn(rows.shape, generator=noise, dtype=rows.dtype) * rows.std()
         free = (rows + 0.5 * jitter).to(artifact.dtype)  # what the caller passes, exactly representable
         if path == "ids":
-            given, embeds = TokenIds(ids, segments), rows
+            given, same = TokenIds(ids, segments), ids
         elif path == "embeds":
-            given, embeds = PromptEmbeds(free, segments), free.double()
+            given, same = PromptEmbeds(free, segments), free.double()
         else:
             a, b = sorted(draw.sample(range(length + 1), 2)) if length > 1 else (0, 1)
             parts: list[TokenIds | PromptEmbeds] = []
@@ -222,8 +229,8 @@ def _cases(artifact: Artifact, exact: TransformersReference, path: str) -> list[
             parts.append(PromptEmbeds(free[a:b], segments[a:b]))
             if b < length:
                 parts.append(TokenIds(ids[b:], segments[b:]))
-            given, embeds = MixedPrompt(parts), torch.cat([rows[:a], free[a:b].double(), rows[b:]])
-        cases.append(_Case(name=f"{length} tokens", given=given, embeds=embeds, segments=segments))
+            given, same = MixedPrompt(parts), torch.cat([rows[:a], free[a:b].double(), rows[b:]])
+        cases.append(_Case(name=f"{length} tokens", given=given, same=same, segments=theirs))
     return cases
 
 

@@ -33,11 +33,13 @@ def _quiet() -> Iterator[None]:
 class TransformersReference:
     """transformers' own model in one dtype; for parity with its plain eager attention."""
 
-    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
-        from transformers import AutoModel
+    def __init__(
+        self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager", name: str = "AutoModel"
+    ) -> None:
+        import transformers
 
         with _quiet():
-            self.model: Any = AutoModel.from_pretrained(
+            self.model: Any = getattr(transformers, name).from_pretrained(
                 str(root),
                 dtype=dtype,
                 attn_implementation=attention,
@@ -52,14 +54,22 @@ class TransformersReference:
         with torch.inference_mode():
             return self.model.get_input_embeddings()(torch.tensor(ids, device=self._device))
 
-    def states(self, embeds: Tensor, segments: Sequence[int]) -> Tensor:
-        """Token states of one sequence given as embeddings [tokens, width]: [tokens, hidden], on the CPU."""
+    def states(self, given: Sequence[int] | Tensor, segments: Sequence[int] | None) -> Tensor:
+        """Token states of one sequence, given as ids or as embeddings [tokens, width]: [tokens, hidden], on the CPU.
+
+        `segments` is None for a model without a segment table.
+        """
+        inputs: dict[str, Tensor] = {}
+        if isinstance(given, Tensor):
+            inputs["inputs_embeds"] = given.to(self._device, self._dtype)[None]
+        else:
+            inputs["input_ids"] = torch.tensor([list(given)], device=self._device)
+        # every token is attended to: a model that would guess at padding from the ids is told so
+        inputs["attention_mask"] = torch.ones(1, len(given), dtype=torch.long, device=self._device)
+        if segments is not None:
+            inputs["token_type_ids"] = torch.tensor([list(segments)], device=self._device)
         with torch.inference_mode():
-            output = self.model(
-                inputs_embeds=embeds.to(self._device, self._dtype)[None],
-                token_type_ids=torch.tensor([list(segments)], device=self._device),
-            )
-        return output.last_hidden_state[0].cpu()
+            return self.model(**inputs).last_hidden_state[0].cpu()
 
     def padded(self, ids: Sequence[Sequence[int]], size: int) -> Callable[[], None]:
         """Return a run over padded batches of `size` sequences, sorted by length; inputs are moved beforehand."""

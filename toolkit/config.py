@@ -1,0 +1,192 @@
+"""Typed access to a checkpoint's raw `config.json`, which remembers what was read.
+
+Fields may have several names: that of the transformers class and those of older or foreign checkpoints. Where two
+of them are present they must agree.
+"""
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from toolkit.errors import CheckpointError, UnsupportedError
+from toolkit.spec import Activation, RopeSpec
+
+__all__ = ["IRRELEVANT_EVERYWHERE", "NEUTRAL_EVERYWHERE", "ConfigReader"]
+
+# Fields that any checkpoint may carry and that cannot change an inference result.
+IRRELEVANT_EVERYWHERE = frozenset(
+    """
+    _name_or_path _attn_implementation _attn_implementation_autoset architectures attn_implementation
+    auto_map bos_token_id dtype eos_token_id finetuning_task gradient_checkpointing id2label initializer_range
+    label2id language model_type name_or_path num_labels output_attentions output_hidden_states output_past
+    problem_type return_dict sep_token_id sentence_transformers task_specific_params tie_word_embeddings
+    tokenizer_class torch_dtype torchscript transformers_version use_cache
+    """.split()
+)
+# Fields that must hold this value wherever they appear.
+NEUTRAL_EVERYWHERE: Mapping[str, Any] = {
+    "add_cross_attention": False,
+    "is_decoder": False,
+    "is_encoder_decoder": False,
+    "pruned_heads": {},
+    "quantization_config": None,
+    "cross_attention_hidden_size": None,
+    "chunk_size_feed_forward": 0,
+}
+
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+    "tanh": "tanh",
+}
+# What each kind of rope may carry besides its base; "dynamic" is plain up to the trained length, our limit.
+_ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "default": frozenset(),
+    "linear": frozenset({"factor"}),
+    "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
+}
+
+Names = str | tuple[str, ...]
+
+
+class ConfigReader:
+    """A raw configuration. Defaults are those of the transformers class; they apply to absent fields only.
+
+    A field of the wrong type or outside its range raises CheckpointError naming the field and the value. Where a
+    method takes names, the first is the one in messages.
+    """
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self.raw = raw
+        self._read: set[str] = set()
+
+    def _get(self, names: Names, default: Any) -> tuple[str, Any]:
+        """(the name that was found or the first, the value)."""
+        names = (names,) if isinstance(names, str) else names
+        self._read.update(names)
+        present = [name for name in names if name in self.raw]
+        for name in present[1:]:
+            if self.raw[name] != self.raw[present[0]]:
+                raise CheckpointError(
+                    f"config.json: {present[0]} = {self.raw[present[0]]!r} and {name} = {self.raw[name]!r} "
+                    "contradict each other: correct one of them"
+                )
+        return (present[0], self.raw[present[0]]) if present else (names[0], default)
+
+    def integer(self, names: Names, default: int, minimum: int = 1, maximum: int = 2**31 - 1) -> int:
+        """An integer of at least `minimum`."""
+        name, value = self._get(names, default)
+        if type(value) is not int or value < minimum:
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected an integer of at least {minimum}")
+        if value > maximum:
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected an integer of at most {maximum}")
+        return value
+
+    def optional_integer(self, names: Names, minimum: int = 1) -> int | None:
+        """An integer of at least `minimum`, or None if it is absent or null."""
+        return None if self._get(names, None)[1] is None else self.integer(names, minimum, minimum)
+
+    def positive(self, names: Names, default: float) -> float:
+        """A positive, finite number."""
+        name, value = self._get(names, default)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected a positive number")
+        return float(value)
+
+    def boolean(self, names: Names, default: bool) -> bool:
+        """True or false."""
+        name, value = self._get(names, default)
+        if type(value) is not bool:
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected true or false")
+        return value
+
+    def choice(self, names: Names, default: str, options: tuple[str, ...]) -> str:
+        """One of several texts; another one is unsupported."""
+        name, value = self._get(names, default)
+        if value not in options:
+            raise UnsupportedError(f"config.json: {name} = {value!r} is not supported; supported: {', '.join(options)}")
+        return value
+
+    def strings(self, names: Names, length: int, options: tuple[str, ...]) -> tuple[str, ...] | None:
+        """A list of `length` texts, each one of `options`; None if it is absent or null."""
+        name, value = self._get(names, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != length or not all(item in options for item in value):
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected {length} of {', '.join(options)}")
+        return tuple(value)
+
+    def activation(self, names: Names, default: str) -> Activation:
+        """An activation by its transformers name."""
+        name, value = self._get(names, default)
+        if not isinstance(value, str) or value not in _ACTIVATIONS:
+            raise UnsupportedError(
+                f"config.json: {name} = {value!r} is not supported; supported: {', '.join(sorted(_ACTIVATIONS))}"
+            )
+        return _ACTIVATIONS[value]
+
+    def head_dim(self, hidden: int, heads: int, names: Names = ()) -> int:
+        """The size of a head: what `names` say, else hidden size / heads, which must then divide."""
+        stated = self.optional_integer(names) if names else None
+        if stated is not None:
+            return stated
+        if hidden % heads:
+            raise CheckpointError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+        return hidden // heads
+
+    def rope(
+        self, dims: int, default_base: float, base: Names = "rope_theta", layer_type: str | None = None
+    ) -> RopeSpec:
+        """Rotary positions, in their new form (`rope_parameters`, by layer type if the model has several) or old.
+
+        Args:
+            dims: how many values of a head are rotated.
+            default_base: the base where none is given.
+            base: names of the old field for the base.
+            layer_type: which of the nested parameters to read.
+        """
+        old_name, old_base = self._get(base, None)
+        parameters = self._mapping("rope_parameters")
+        if layer_type is not None and parameters is not None:
+            parameters = parameters.get(layer_type) or {}
+        scaling = self._mapping("rope_scaling") if layer_type != "sliding_attention" else None
+        values = {**(scaling or {}), **(parameters or {})}
+        kind = values.pop("rope_type", values.pop("type", "default"))
+        values.pop("type", None)
+        stated = values.pop("rope_theta", None)
+        if stated is not None and old_base is not None and stated != old_base:
+            raise CheckpointError(f"config.json: rope_theta = {stated!r} and {old_name} = {old_base!r} contradict")
+        if kind not in _ROPE_KEYS:
+            raise UnsupportedError(
+                f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(_ROPE_KEYS))}"
+            )
+        unknown = sorted(set(values) - _ROPE_KEYS[kind])
+        if unknown:
+            raise UnsupportedError(f"config.json: the rope parameter {unknown[0]!r} is not supported for type {kind!r}")
+        chosen = next((b for b in (stated, old_base) if b is not None), default_base)
+        factor = values.get("factor", 1.0) if kind == "linear" else 1.0
+        for name, value in (("rope_theta", chosen), ("factor", factor)):
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+                raise CheckpointError(f"config.json: {name} = {value!r}, expected a positive number")
+        return RopeSpec(base=float(chosen), dims=dims, factor=float(factor))
+
+    def _mapping(self, name: str) -> dict[str, Any] | None:
+        value = self._get(name, None)[1]
+        if value is not None and not isinstance(value, dict):
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected an object")
+        return value
+
+    def neutral(self, **expected: object) -> None:
+        """Fields that may be absent or hold exactly this value; anything else is unsupported."""
+        for name, value in expected.items():
+            found = self._get(name, value)[1]
+            if found != value or type(found) is not type(value):
+                raise UnsupportedError(f"config.json: {name} = {found!r} is not supported, only {value!r} is")
+
+    def unrecognised(self, irrelevant: frozenset[str]) -> list[str]:
+        """Fields that nothing read and nobody declared irrelevant, sorted; the caller reports them."""
+        return sorted(set(self.raw) - self._read - irrelevant - IRRELEVANT_EVERYWHERE)
