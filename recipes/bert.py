@@ -1,40 +1,45 @@
 """BERT (Devlin et al., 2018, https://arxiv.org/abs/1810.04805); reference: transformers' BertModel."""
 
+from toolkit.heads import sequence_head, token_head
 from toolkit.recipe import ConfigReader, Recipe
-from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
+from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, fuse, rename
 
 LAYER = "encoder.layer.{i}."
 
 
-def spec(config: ConfigReader, *, vocab_size: int = 30522) -> EncoderSpec:
-    """Effective configuration; defaults are BertConfig's."""
-    config.neutral(position_embedding_type="absolute")
-    hidden = config.integer("hidden_size", 768)
-    heads = config.integer("num_attention_heads", 12)
+def spec(
+    config: ConfigReader,
+    *,
+    vocab_size: int = 30522,
+    hidden_size: int = 768,
+    heads: int = 12,
+    inner: int = 3072,
+    layers: int = 12,
+    eps: float = 1e-12,
+    position_type: str = "absolute",
+    activation: str = "gelu",
+    segments: int | None = 2,
+) -> EncoderSpec:
+    """Effective configuration; defaults are BertConfig's. `segments` is None for a family without a segment table."""
+    config.neutral(position_embedding_type=position_type)
+    hidden = config.integer("hidden_size", hidden_size)
+    heads = config.integer("num_attention_heads", heads)
     head_dim = config.head_dim(hidden, heads)
     positions = config.integer("max_position_embeddings", 512)
-    norm = NormSpec(eps=config.positive("layer_norm_eps", 1e-12))
+    norm = NormSpec(eps=config.positive("layer_norm_eps", eps))
     block = BlockSpec(
         arrangement="post",
-        attention=AttentionSpec(
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            causal=False,
-            bias=True,
-            out_bias=True,
-        ),
+        attention=self_attention(heads, head_dim, bias=True),
         mlp=MlpSpec(
-            width=config.integer("intermediate_size", 3072),
-            activation=config.activation("hidden_act", "gelu"),
+            width=config.integer("intermediate_size", inner),
+            activation=config.activation("hidden_act", activation),
             bias=True,
             out_bias=True,
         ),
         norm=norm,
     )
-    blocks = stack(config.integer("num_hidden_layers", 12, maximum=10_000), block)
+    blocks = stack(config.integer("num_hidden_layers", layers, maximum=10_000), block)
     return EncoderSpec(
         hidden=hidden,
         blocks=blocks,
@@ -44,7 +49,7 @@ def spec(config: ConfigReader, *, vocab_size: int = 30522) -> EncoderSpec:
             vocab_size=config.integer("vocab_size", vocab_size),
             width=hidden,
             positions=positions,
-            segments=config.integer("type_vocab_size", 2),
+            segments=config.integer("type_vocab_size", segments) if segments is not None else 0,
             norm=norm,
         ),
     )
@@ -80,8 +85,12 @@ RECIPE = Recipe(
         drop("classifier.{p}", why="a classification head does not take part in embeddings", outside=True),
         drop("qa_outputs.{p}", why="a question answering head does not take part in embeddings", outside=True),
     ),
-    # Dropout is off at inference; pad tokens never reach a packed batch, and BERT's positions ignore them; the
-    # pooler's sizes in checkpoints that Google released describe what is dropped above.
+    heads=(
+        sequence_head("BertForSequenceClassification", "tanh", "pooler.dense", dense_inside=True),
+        token_head("BertForTokenClassification"),
+    ),
+    # Dropout is off; pad tokens never reach a packed batch, and BERT's positions ignore them; Google's own
+    # checkpoints describe the pooler.
     irrelevant=frozenset(
         """
         hidden_dropout_prob attention_probs_dropout_prob classifier_dropout pad_token_id directionality

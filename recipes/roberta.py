@@ -9,6 +9,7 @@ from functools import partial
 
 from toolkit.config import ConfigReader
 from toolkit.errors import CheckpointError
+from toolkit.heads import TaskHead, sequence_head, token_head
 from toolkit.spec import EncoderSpec
 from toolkit.weights import drop
 
@@ -28,6 +29,14 @@ def spec(config: ConfigReader, *, vocab_size: int = 30522) -> EncoderSpec:
     return replace(base, usable_length=usable, embedding=embedding)
 
 
+def heads(name: str) -> tuple[TaskHead, ...]:
+    """The heads of the classes that begin with `name`."""
+    return (
+        sequence_head(f"{name}ForSequenceClassification", "tanh", "classifier.dense", "classifier.out_proj"),
+        token_head(f"{name}ForTokenClassification"),
+    )
+
+
 ROBERTA = replace(
     BERT,
     model_type="roberta",
@@ -40,6 +49,7 @@ ROBERTA = replace(
         drop("classifier.{*}", why="a classification head does not take part in embeddings", outside=True),
         drop("qa_outputs.{p}", why="a question answering head does not take part in embeddings", outside=True),
     ),
+    heads=heads("Roberta"),
     irrelevant=BERT.irrelevant - {"pad_token_id"},
     tiny={
         **BERT.tiny,
@@ -59,6 +69,7 @@ RECIPES = (
         model_type="xlm-roberta",
         spec=spec,
         classes=("XLMRobertaModel", "XLMRobertaForMaskedLM"),
+        heads=heads("XLMRoberta"),
         tiny={**ROBERTA.tiny, "model_type": "xlm-roberta", "architectures": ["XLMRobertaModel"], "pad_token_id": 4},
     ),
     replace(
@@ -66,6 +77,7 @@ RECIPES = (
         model_type="camembert",
         spec=spec,
         classes=("CamembertModel", "CamembertForMaskedLM"),
+        heads=heads("Camembert"),
         tiny={**ROBERTA.tiny, "model_type": "camembert", "architectures": ["CamembertModel"], "pad_token_id": 5},
     ),
 )

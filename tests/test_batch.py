@@ -35,15 +35,17 @@ def test_empty_rows_and_empty_batches(lengths: list[int]) -> None:
     assert (batch.tokens, batch.sequences) == (sum(lengths), len(lengths))
     assert batch.positions.tolist() == [p for n in lengths for p in range(n)]
     assert batch.max_len.tolist() == [max(lengths, default=0)]
-    for tensor in (batch.ids, batch.positions, batch.segments, batch.cu_seqlens, batch.max_len):
+    for tensor in pack([row(list(range(n))) for n in lengths], 0).args():
         assert (tensor.dtype, tensor.dim(), tensor.device) == (torch.int32, 1, CPU)
 
 
 def test_arguments_are_in_the_order_of_the_entry_points() -> None:
     batch = pack_embeds([row([1, 2], [1, 1], (0, torch.ones(1, 4)))], 0, 4, torch.float32, CPU)
-    names = ("ids", "positions", "segments", "cu_seqlens", "max_len", "embeds", "is_embed")
+    names = ["ids", "positions", "segments", "cu_seqlens", "max_len", "embeds", "is_embed"]
+    assert all(found is getattr(batch, name) for found, name in zip(batch.encoder_args(), names, strict=True))
+    names.insert(5, "skip")
     assert all(found is getattr(batch, name) for found, name in zip(batch.args(), names, strict=True))
-    assert len(PackedBatch.args(batch)) == 5
+    assert len(PackedBatch.encoder_args(batch)) == 5
     assert all(moved is tensor for moved, tensor in zip(batch.to(CPU).args(), batch.args(), strict=True))
 
 

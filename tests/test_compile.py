@@ -30,7 +30,7 @@ def test_embedding_lookups_are_in_the_fx_graph(name: str) -> None:
     """J1: the traced graph looks up token, segment and position tables, and is whole."""
     model = tiny_model()
     compiled = compile_entry_point(model, name, Sizes.ANY, backend="eager")
-    compiled(*batch_for(name, [5, 3], model).args())
+    compiled(*batch_for(name, [5, 3], model).encoder_args())
     assert compiled.graph is not None
     lookups = [node for node in compiled.graph.nodes if node.target is torch.nn.functional.embedding]
     indices = sorted(str(node.args[0].name) for node in lookups)
@@ -70,7 +70,7 @@ def test_an_embedding_layer_outside_is_caught() -> None:
         outside(batch.ids, hidden, batch.positions, batch.cu_seqlens, batch.max_len)
     partly = compile_entry_point(model, "forward_partly", Sizes.ANY, backend="eager")
     with pytest.raises(BoundaryError, match="1 of 3 embedding tables"):
-        partly(*batch.args())
+        partly(*batch.encoder_args())
 
 
 def test_the_decorator_refuses_unfit_entry_points() -> None:
@@ -105,7 +105,7 @@ def test_no_shape_recompiles(name: str) -> None:
     model = tiny_model()
     compiled = compile_entry_point(model, name, Sizes.ANY)
     for seed, lengths in enumerate(SHAPES):
-        args = batch_for(name, lengths, model, seed).args()
+        args = batch_for(name, lengths, model, seed).encoder_args()
         with torch.inference_mode():
             eager = getattr(model, name)(*args)
         ours = compiled(*args)
@@ -119,7 +119,7 @@ def test_buckets_do_not_recompile() -> None:
     model = tiny_model()
     compiled = compile_entry_point(model, "forward_ids", Sizes.MANY, backend="eager")
     for seed, lengths in enumerate([[24] * 9, [5, 3], [9], [2, 2], [1, 1], [24, 24, 24], [1] * 33]):
-        compiled(*batch_for("forward_ids", lengths, model, seed).args())
+        compiled(*batch_for("forward_ids", lengths, model, seed).encoder_args())
     assert compiled.compilations == 1
 
 
@@ -128,7 +128,7 @@ def test_many_models_in_one_process() -> None:
     for seed in range(12):
         model = tiny_model(seed)
         compiled = compile_entry_point(model, "forward_ids", Sizes.ANY, backend="eager")
-        compiled(*batch_for("forward_ids", [4, 2], model).args())
+        compiled(*batch_for("forward_ids", [4, 2], model).encoder_args())
         assert compiled.compilations == 1
 
 
@@ -140,7 +140,7 @@ def test_models_of_other_sizes_do_not_disturb_each_other(sizes: Sizes) -> None:
         pack_linears(model)
         compiled = compile_entry_point(model, "forward_ids", sizes)
         for lengths in ([5, 3], [9], [24, 2, 2]):
-            compiled(*batch_for("forward_ids", lengths, model).args())
+            compiled(*batch_for("forward_ids", lengths, model).encoder_args())
         assert compiled.compilations == 1
         assert compiled.graph is not None
         weights = [node for node in compiled.graph.find_nodes(op="placeholder") if "weights_0" in node.name]

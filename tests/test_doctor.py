@@ -12,9 +12,9 @@ import torch
 
 import toolkit
 from toolkit.attention import BACKENDS
+from toolkit.devices import resolve_mode
 from toolkit.doctor import Diagnosis, Finding, diagnose
 from toolkit.errors import MissingDependencyError
-from toolkit.runner import resolve_mode
 
 CPU = torch.device("cpu")
 COMPILERS = {"g++", "clang++", "c++"}

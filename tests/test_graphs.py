@@ -14,24 +14,28 @@ from torch import Tensor
 from tests.helpers import CPU, random_rows, tiny_model
 from toolkit.batch import EmbedsBatch, PackedBatch, pack, pack_embeds
 from toolkit.errors import GraphError
-from toolkit.graphs import Bucket, BucketLadder, GraphOutput, GraphPair
+from toolkit.graphs import Bucket, BucketLadder, GraphPair
+from toolkit.nn.head import Output, build_head
 from toolkit.nn.model import Encoder
-from toolkit.nn.pooling import Pooler
+from toolkit.spec import HeadSpec, NormalizeStep, PoolingStep
+
+HEAD = build_head(
+    HeadSpec(steps=(PoolingStep(modes=("mean",)), NormalizeStep(on="vectors")), width=40), CPU, skips=True
+)
+
+
+def with_head(model: Encoder, name: str):
+    def run(*args: torch.Tensor) -> Output:
+        states = getattr(model, name)(*args[:5], *args[6:])
+        return HEAD(states, args[3], args[5])
+
+    return run
 
 
 def make_pair(model: Encoder, max_tokens: int = 96) -> GraphPair:
-    pooler = Pooler("mean", True, CPU)
-
-    def with_pooling(name: str):
-        def run(*args: torch.Tensor) -> GraphOutput:
-            states = getattr(model, name)(*args)
-            return GraphOutput(states=states, vectors=pooler(states, args[3]))
-
-        return run
-
     return GraphPair(
-        with_pooling("forward_ids"),
-        with_pooling("forward_embeds"),
+        with_head(model, "forward_ids"),
+        with_head(model, "forward_embeds"),
         ladder=BucketLadder.up_to(max_tokens, model.spec.usable_length),
         width=model.spec.hidden,
         dtype=torch.float32,
@@ -49,14 +53,13 @@ def make_batch(model: Encoder, lengths: list[int], *, embeds: bool, seed: int = 
     return replace(batch, embeds=values.masked_fill(~selected[:, None], float("nan")), is_embed=selected)
 
 
-def eager(model: Encoder, batch: PackedBatch) -> GraphOutput:
-    name = "forward_embeds" if len(batch.args()) == 7 else "forward_ids"
+def eager(model: Encoder, batch: PackedBatch) -> Output:
+    name = "forward_embeds" if isinstance(batch, EmbedsBatch) else "forward_ids"
     with torch.inference_mode():
-        states = getattr(model, name)(*batch.args())
-        return GraphOutput(states=states, vectors=Pooler("mean", True, CPU)(states, batch.cu_seqlens))
+        return with_head(model, name)(*batch.args())
 
 
-def assert_equal(ours: GraphOutput, theirs: GraphOutput) -> None:
+def assert_equal(ours: Output, theirs: Output) -> None:
     assert ours.states.shape == theirs.states.shape
     assert ours.vectors.shape == theirs.vectors.shape
     assert torch.isfinite(ours.states).all()
@@ -81,13 +84,14 @@ def test_poisoned_buffers_change_nothing() -> None:
 def test_every_static_input_is_written_or_reset() -> None:
     model = tiny_model()
     pair = make_pair(model)
-    batch = make_batch(model, [3, 2], embeds=True)
+    batch = replace(make_batch(model, [3, 2], embeds=True), skip=torch.tensor([1, 0], dtype=torch.int32))
     pair.run(batch)
     (graph,) = pair._graphs["embeds"].values()
     pair.poison()
     with torch.inference_mode():
         graph.inputs.write(batch)
-    ids, positions, segments, cu_seqlens, _, embeds, is_embed = graph.inputs.tensors()
+    ids, positions, segments, cu_seqlens, _, skip, embeds, is_embed = graph.inputs.tensors()
+    assert skip.tolist() == [1, 0] + [0] * 6
     assert ids[5:].abs().sum() == positions[5:].abs().sum() == segments[5:].abs().sum() == 0
     assert cu_seqlens.tolist() == [0, 3] + [5] * 7
     assert not is_embed[5:].any()
@@ -216,7 +220,7 @@ def test_a_smaller_batch_leaves_nothing_of_a_larger_one() -> None:
     pair.run(large)
     (graph,) = pair._graphs["embeds"].values()
     pair.run(make_batch(model, [3], embeds=True))
-    ids, positions, segments, cu_seqlens, max_len, _, is_embed = graph.inputs.tensors()
+    ids, positions, segments, cu_seqlens, max_len, _, _, is_embed = graph.inputs.tensors()
     assert ids[3:].tolist() == positions[3:].tolist() == segments[3:].tolist() == [0] * 29
     assert not is_embed[3:].any()
     assert cu_seqlens.tolist() == [0] + [3] * 8
@@ -227,10 +231,10 @@ def test_an_output_that_left_the_device_is_refused() -> None:
     model = tiny_model()
     calls: list[int] = []
 
-    def leaves(ids: Tensor, *rest: Tensor) -> GraphOutput:
+    def leaves(ids: Tensor, *rest: Tensor) -> Output:
         calls.append(1)
         device = "cpu" if len(calls) == 1 else "meta"
-        return GraphOutput(states=torch.empty(len(ids), 4, device=device), vectors=torch.empty(8, 4, device=device))
+        return Output(*(torch.empty(8, 4, device=device) for _ in range(3)))
 
     ladder = BucketLadder.up_to(32, 24)
     pair = GraphPair(leaves, leaves, ladder=ladder, width=4, dtype=torch.float32, device=CPU)

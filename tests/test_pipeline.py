@@ -7,24 +7,35 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from sentence_transformers import SentenceTransformer
-from sentence_transformers.sentence_transformer.modules import Normalize, Pooling, Transformer
+from sentence_transformers.sentence_transformer.modules import (
+    Dense,
+    Dropout,
+    LayerNorm,
+    Normalize,
+    Pooling,
+    Transformer,
+)
+from torch import nn
 
 import toolkit
 from tests.converted import load, reference
 from tests.tiny import edit_json, make_checkpoint, make_tokenizer, write_json
 from toolkit.checkpoint import open_checkpoint
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
-from toolkit.pipeline import Pipeline, read_pipeline
+from toolkit.pipeline import ReadPipeline, read_pipeline
 from toolkit.registry import find_recipe
 from toolkit.runner import Runner
+from toolkit.spec import NormalizeStep, PoolingStep
 
 HIDDEN = 40
+MODES: list[Any] = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
 TEXTS = ["the fox", "query doc text one two three", "a"]
 PROMPTS = {"prompts": {"q": "query doc ", "d": "text one "}, "default_prompt_name": "q"}
 
 
-def read(folder: Path) -> tuple[Pipeline, list[str]]:
+def read(folder: Path) -> ReadPipeline:
     return read_pipeline(open_checkpoint(str(folder)), HIDDEN)
 
 
@@ -37,7 +48,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 
 
 @pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize("mode", ["mean", "cls"])
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("form", ["legacy", "new"])
 def test_both_forms_of_modules_and_pooling_equal_sentence_transformers(
     checkpoint: Callable[..., Path], tmp_path: Path, form: str, mode: Any, normalize: bool
@@ -51,8 +62,9 @@ def test_both_forms_of_modules_and_pooling_equal_sentence_transformers(
         types = [module["type"] for module in json.loads((folder / "modules.json").read_text())]
         assert types[0].startswith("sentence_transformers.base.modules.")
         assert json.loads((folder / "1_Pooling" / "config.json").read_text())["pooling_mode"] == mode
-    pipeline, warnings = read(folder)
-    assert (pipeline.pooling, pipeline.normalize, warnings) == (mode, normalize, [])
+    steps = [PoolingStep(modes=(mode,)), *([NormalizeStep(on="vectors")] if normalize else [])]
+    found = read(folder)
+    assert (list(found.head.steps), found.warnings) == (steps, [])
     assert_close(load(folder).embed(TEXTS), encode(reference(folder), TEXTS))
 
 
@@ -73,24 +85,17 @@ def test_without_modules_prompts_are_those_of_sentence_transformers(checkpoint: 
 @pytest.mark.parametrize(
     "config",
     [
-        {"pooling_mode_max_tokens": True},
-        {"pooling_mode_mean_tokens": True, "pooling_mode_cls_token": True},
-        {"pooling_mode_mean_sqrt_len_tokens": True},
-        {"pooling_mode_weightedmean_tokens": True},
-        {"pooling_mode_lasttoken": True},
-        {"pooling_mode": "max"},
-        {"pooling_mode": "lasttoken"},
-        {"pooling_mode": ["cls", "mean"]},
         {"pooling_mode": []},
         {"pooling_mode": None},
         {"pooling_mode": "median"},
-        {"pooling_mode": "mean", "include_prompt": False},
+        {"pooling_mode": ["mean", "median"]},
+        {"pooling_mode": "pooling_mode_mean_tokens"},
         {"pooling_mode": "mean", "pooling_mode_dream": True},
         {"pooling_mode": "mean", "temperature": 2},
     ],
 )
 def test_pooling_that_is_not_served_is_refused(checkpoint: Callable[..., Path], config: dict[str, Any]) -> None:
-    """D4: an unsupported or unknown mode, several at once, or an unknown field is an error, never mean pooling."""
+    """D4: an unknown mode or field is an error, never mean pooling."""
     folder = checkpoint()
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": HIDDEN, **config})
     with pytest.raises(UnsupportedError, match=r"1_Pooling/config\.json"):
@@ -114,7 +119,8 @@ def test_odd_but_valid_pooling_is_read_as_sentence_transformers_does(
     write_json(folder / "1_Pooling" / "config.json", {"word_embedding_dimension": HIDDEN, **config})
     module = reference(folder)[1]
     assert isinstance(module, Pooling)
-    assert read(folder)[0].pooling == module.pooling_mode == mode
+    assert read(folder).head.steps[0] == PoolingStep(modes=(mode,))
+    assert module.pooling_mode == mode
 
 
 @pytest.mark.parametrize("width", [HIDDEN - 1, HIDDEN + 1, None, str(HIDDEN)])
@@ -136,8 +142,7 @@ def test_normalize_options_that_change_the_numbers_are_refused(checkpoint: Calla
 @pytest.mark.parametrize(
     "type_name",
     [
-        "sentence_transformers.models.Dense",
-        "sentence_transformers.models.LayerNorm",
+        "sentence_transformers.models.CNN",
         "sentence_transformers.models.StaticEmbedding",
         "evil.Thing",
         "evil.Pooling",
@@ -195,7 +200,6 @@ def test_auto_map_is_never_followed(checkpoint: Callable[..., Path], tmp_path: P
         lambda m: m[:1],
         lambda m: [m[0], m[2], m[1]],
         lambda m: [m[1], m[0], m[2]],
-        lambda m: [*m, m[2]],
         lambda m: [m[0], m[1], m[1]],
         lambda m: [{**m[0], "path": "0_Transformer"}, *m[1:]],
     ],
@@ -206,8 +210,120 @@ def test_other_sequences_of_modules_are_refused(
     folder = checkpoint()
     modules = change(json.loads((folder / "modules.json").read_text()))
     write_json(folder / "modules.json", [{**module, "idx": k} for k, module in enumerate(modules)])
-    with pytest.raises(UnsupportedError, match=r"modules\.json"):
+    with pytest.raises(UnsupportedError, match=r"modules\.json|a module before the pooling|a second Pooling"):
         read(folder)
+
+
+def test_the_order_of_the_list_and_idx_must_agree(checkpoint: Callable[..., Path]) -> None:
+    """sentence-transformers goes by the list; a file that says otherwise is not guessed at."""
+    folder = checkpoint()
+    modules = json.loads((folder / "modules.json").read_text())
+    write_json(folder / "modules.json", [modules[0], {**modules[1], "idx": 2}, {**modules[2], "idx": 1}])
+    with pytest.raises(CheckpointError, match="idx does not count up"):
+        read(folder)
+
+
+def saved(folder: Path, out: Path, *modules: Any) -> Path:
+    """What sentence-transformers writes for the checkpoint's model with other modules behind it."""
+    torch.manual_seed(1)
+    SentenceTransformer(modules=[Transformer(str(folder)), *modules], device="cpu").save(str(out))
+    return out
+
+
+PIPELINES: dict[str, Callable[[], list[Any]]] = {
+    "dense": lambda: [Pooling(HIDDEN, "mean"), Dense(HIDDEN, 48)],
+    "dense, normalised": lambda: [Pooling(HIDDEN, "mean"), Dense(HIDDEN, 48, bias=False), Normalize()],
+    "two dense": lambda: [
+        Pooling(HIDDEN, "cls"),
+        Dense(HIDDEN, 64, bias=False, activation_function=nn.Identity()),
+        Dense(64, HIDDEN, bias=False, activation_function=nn.Identity()),
+        Normalize(),
+    ],
+    "residual": lambda: [Pooling(HIDDEN, "mean"), Dense(HIDDEN, HIDDEN, use_residual=True)],
+    "projected residual": lambda: [Pooling(HIDDEN, "mean"), Dense(HIDDEN, 12, use_residual=True)],
+    "activations": lambda: [
+        Pooling(HIDDEN, "mean"),
+        *(Dense(HIDDEN, HIDDEN, activation_function=f()) for f in (nn.GELU, nn.ReLU, nn.SiLU, nn.Sigmoid)),
+    ],
+    "layer norm": lambda: [Pooling(HIDDEN, "max"), LayerNorm(HIDDEN), Dropout(0.3), Normalize()],
+    "all poolings": lambda: [Pooling(HIDDEN, tuple(MODES)), Dense(6 * HIDDEN, 20)],
+    "normalised first": lambda: [Pooling(HIDDEN, "mean"), Normalize(), Dense(HIDDEN, 16)],
+}
+
+
+@pytest.mark.parametrize("name", PIPELINES)
+def test_saved_pipelines_equal_sentence_transformers(
+    checkpoint: Callable[..., Path], tmp_path: Path, name: str
+) -> None:
+    """D4, E1, E3: written by the library itself, converted from disk; its own biases and norms are made random."""
+    folder = saved(checkpoint(pooling=None), tmp_path / "saved", *PIPELINES[name]())
+    for file in folder.glob("*/model.safetensors"):
+        weights = load_file(file)
+        save_file({n: torch.randn(w.shape) * 0.3 for n, w in weights.items()}, file, {"format": "pt"})
+    model = reference(folder)
+    runner = load(folder)
+    ours = runner.embed(TEXTS)
+    assert_close(ours, encode(model, TEXTS))
+    assert ours.shape[1] == model.get_embedding_dimension() == runner.artifact.manifest.head.width
+    assert_close(runner.embed(TEXTS, truncate_dim=7), encode(model, TEXTS, truncate_dim=7))
+
+
+def test_a_saved_pipeline_passes_the_gate(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """E1: weights of modules are part of the source: audited, digested, verified."""
+    folder = saved(checkpoint(pooling=None), tmp_path / "saved", *PIPELINES["dense, normalised"]())
+    report = toolkit.convert(str(folder), tmp_path / "out", device="cpu")
+    assert report.parity.passed
+    assert "2_Dense/linear.weight" in {entry["source"] for entry in report.manifest.audit}
+    assert set(report.manifest.source["sha256"]) == {"config.json", "model.safetensors", "2_Dense/model.safetensors"}
+    weights = load_file(folder / "2_Dense" / "model.safetensors")
+    save_file({n: w + 1 for n, w in weights.items()}, folder / "2_Dense" / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match="other digests"):
+        toolkit.verify(tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"in_features": 41}, "in_features = 41, but 40 values come in"),
+        ({"out_features": 0}, "out_features = 0"),
+        ({"out_features": 47}, "has shape"),
+        ({"bias": "yes"}, "bias = 'yes'"),
+        ({"bias": False}, "unexpected tensor: 'linear.bias'"),
+        ({"activation_function": "builtins.eval"}, "activation_function = 'builtins.eval' is not supported"),
+        ({"activation_function": "torch.nn.functional.tanh"}, "is not supported"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name = 'token_embeddings'"),
+        ({"surprise": 1}, "unknown field 'surprise'"),
+        ({"use_residual": True}, "missing tensor: 'residual.weight'"),
+    ],
+)
+def test_dense_modules_that_are_not_served(
+    checkpoint: Callable[..., Path], tmp_path: Path, change: dict[str, Any], message: str
+) -> None:
+    """E1, H2, O2: contradictions and foreign names are errors; nothing is skipped or imported."""
+    folder = saved(checkpoint(pooling=None), tmp_path / "saved", *PIPELINES["dense"]())
+    edit_json(folder / "2_Dense" / "config.json", **change)
+    with pytest.raises((CheckpointError, UnsupportedError)) as caught:
+        toolkit.convert(str(folder), tmp_path / "out", verify=False)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [*MODES, ("cls", "weightedmean")])
+@pytest.mark.parametrize("special_tokens", [True, False])
+def test_a_prompt_that_is_left_out_of_the_pooling(
+    checkpoint: Callable[..., Path], tmp_path: Path, mode: Any, special_tokens: bool
+) -> None:
+    """E6: include_prompt = false, with and without special tokens around the prompt, default and given prompts."""
+    plain = checkpoint(pooling=None, tokenizer=make_tokenizer(special_tokens=special_tokens))
+    folder = saved(plain, tmp_path / "saved", Pooling(HIDDEN, mode, include_prompt=False))
+    write_json(folder / "config_sentence_transformers.json", PROMPTS)
+    runner, model = load(folder), reference(folder)
+    options: dict[str, Any]
+    for options in ({}, {"prompt": "jumps over "}, {"prompt": ""}, {"prompt_name": "d"}):
+        assert_close(runner.embed(TEXTS, **options), encode(model, TEXTS, **options))
+    moved = runner.embed(TEXTS) - load(saved(plain, tmp_path / "included", Pooling(HIDDEN, mode))).embed(
+        TEXTS, prompt="query doc "
+    )
+    assert moved.abs().max() > 0.01 or mode == "lasttoken"
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,7 @@ def test_unknown_model_type_lists_the_known_ones(model_type: str) -> None:
         find_recipe(model_type)
     message = str(caught.value)
     assert f"config.json: model_type = {model_type!r} is not supported" in message
-    assert ", ".join(entry.recipe.model_type for entry in all_recipes()) in message
+    assert ", ".join(entry.recipe.label for entry in all_recipes()) in message
     assert "--recipe FILE" in message
 
 
@@ -82,6 +82,61 @@ def test_recipe_file_with_several(tmp_path: Path) -> None:
     assert [find_recipe(name, file).recipe.model_type for name in ("one", "two")] == ["one", "two"]
     with pytest.raises(UnsupportedError, match=r"'bert' is not supported; \S*own\.py has recipes for: one, two"):
         find_recipe("bert", file)
+
+
+# Several recipes for one model_type
+
+
+PLAIN, ALIBI = "bert", "bert (position_embedding_type = 'alibi')"
+BOTH = TWIN + "RECIPES = (BERT, replace(BERT, note='field', when={'x': 1}), "
+BOTH += "replace(BERT, note='field and tensor', when={'x': 1}, having=('q.weight',)))\n"
+
+
+def chosen(file: str, stored: tuple[str, ...] = (), **config: object) -> str:
+    return find_recipe("bert", file, {"model_type": "bert", **config}, lambda: stored).recipe.note
+
+
+def test_the_most_conditions_that_hold_win(tmp_path: Path) -> None:
+    """I4: variants under one model_type, told by a field of config.json and by what is stored."""
+    file = write(tmp_path, BOTH)
+    assert chosen(file) == chosen(file, ("a.q.weight",)) == chosen(file, ("a.q.weight",), x=2) == BERT.note
+    assert chosen(file, x=1) == chosen(file, ("a.q.bias", "q.weight.0"), x=1) == "field"
+    assert chosen(file, ("other", "a.q.weight"), x=1) == "field and tensor"
+
+
+def test_stored_names_are_read_only_if_they_matter(tmp_path: Path) -> None:
+    """A config that is refused must not cost reading the weights."""
+
+    def stored() -> tuple[str, ...]:
+        raise AssertionError("asked for the stored names")
+
+    file = write(tmp_path, BOTH)
+    assert find_recipe("bert", file, {"x": 2}, stored).recipe.note == BERT.note
+    with pytest.raises(AssertionError, match="stored names"):
+        find_recipe("bert", file, {"x": 1}, stored)
+
+
+def test_a_tie_of_conditions_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path, TWIN + "RECIPES = tuple(replace(BERT, when={name: 1}) for name in 'xy')\n")
+    with pytest.raises(UnsupportedError, match=r"several recipes answer.* bert \(x = 1\) and bert \(y = 1\)"):
+        chosen(file, x=1, y=1)
+    with pytest.raises(UnsupportedError, match=r"'bert' is not supported; \S*own\.py has recipes for: bert \(x = 1\)"):
+        chosen(file)
+
+
+def test_same_conditions_twice_are_refused(tmp_path: Path) -> None:
+    twice = "RECIPES = tuple(replace(BERT, when={'x': 1}, note=note) for note in 'ab')\n"
+    with pytest.raises(UnsupportedError, match=r"bert \(x = 1\).* is claimed twice by \S*own\.py"):
+        chosen(write(tmp_path, TWIN + twice))
+
+
+def test_built_in_variants_of_one_model_type() -> None:
+    alibi = {"model_type": "bert", "position_embedding_type": "alibi"}
+    assert find_recipe("bert").recipe.label == PLAIN
+    assert find_recipe("bert", None, {"position_embedding_type": "absolute"}).recipe.label == PLAIN
+    assert find_recipe("bert", None, alibi).recipe.label == ALIBI
+    labels = [entry.recipe.label for entry in all_recipes()]
+    assert len(set(labels)) == len(labels)
 
 
 def test_recipe_file_may_define_classes(tmp_path: Path) -> None:

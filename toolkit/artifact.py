@@ -23,7 +23,8 @@ from torch import Tensor
 
 from toolkit.errors import ArtifactError, CheckpointError
 from toolkit.pipeline import Pipeline
-from toolkit.spec import EncoderSpec
+from toolkit.scoring import Scoring
+from toolkit.spec import EncoderSpec, HeadSpec
 from toolkit.tensorfile import parse_json, read_header, read_tensor
 from toolkit.tokenizer import TokenizerSpec
 
@@ -36,11 +37,12 @@ SCHEMA = 1
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """`toolkit.json`. `spec`, `pipeline` and `tokenizer` are what the module is rebuilt from.
+    """`toolkit.json`. `spec`, `head`, `pipeline` and `tokenizer` are what the module is rebuilt from.
 
     `source` holds what the user wrote, the revision and the sha256 of each file; `audit` says what became of
     every source tensor; `usable_length` is the longest sequence, `seam_width` the width of caller embeds,
-    `reference` the transformers class that token states are compared with.
+    `reference` the transformers class that token states are compared with, `scoring` what logits mean (None for a
+    task without).
     """
 
     schema: int
@@ -50,7 +52,9 @@ class Manifest:
     task: str
     dtype: str
     spec: EncoderSpec
+    head: HeadSpec
     pipeline: Pipeline
+    scoring: Scoring | None
     tokenizer: TokenizerSpec
     usable_length: int
     seam_width: int
@@ -78,8 +82,10 @@ class Manifest:
         try:
             parts = {
                 "spec": EncoderSpec.from_dict(data["spec"]),
+                "head": HeadSpec.from_dict(data["head"]),
                 "pipeline": Pipeline(**data["pipeline"]),
-                "tokenizer": TokenizerSpec(**data["tokenizer"]),
+                "scoring": Scoring.from_dict(data["scoring"]) if data["scoring"] is not None else None,
+                "tokenizer": TokenizerSpec.from_dict(data["tokenizer"]),
             }
             return cls(**{**data, **parts})
         except (KeyError, TypeError, AttributeError) as error:

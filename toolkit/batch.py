@@ -25,6 +25,7 @@ class PackedBatch:
         segments: int32 [T].
         cu_seqlens: int32 [S + 1], where each sequence starts and, last, where the batch ends.
         max_len: int32 [1], always on the CPU: an upper bound of the sequence lengths.
+        skip: int32 [S], how many tokens at the start of each sequence pooling may leave out.
     """
 
     ids: Tensor
@@ -32,6 +33,7 @@ class PackedBatch:
     segments: Tensor
     cu_seqlens: Tensor
     max_len: Tensor
+    skip: Tensor
 
     @property
     def tokens(self) -> int:
@@ -44,14 +46,18 @@ class PackedBatch:
         return self.cu_seqlens.shape[0] - 1
 
     def args(self) -> tuple[Tensor, ...]:
-        """The tensors, in the order of an ids entry point's arguments."""
+        """All tensors: those of the encoder's ids entry point, then `skip`."""
+        return *self.encoder_args(), self.skip
+
+    def encoder_args(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of the arguments of the encoder's entry point."""
         return self.ids, self.positions, self.segments, self.cu_seqlens, self.max_len
 
     def to(self, device: torch.device) -> "PackedBatch":
         """Move all tensors but `max_len`, which stays on the CPU."""
         if device == self.ids.device:
             return self
-        names = ("ids", "positions", "segments", "cu_seqlens")
+        names = ("ids", "positions", "segments", "cu_seqlens", "skip")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
@@ -68,8 +74,12 @@ class EmbedsBatch(PackedBatch):
     is_embed: Tensor
 
     def args(self) -> tuple[Tensor, ...]:
-        """The tensors, in the order of an embeds entry point's arguments."""
-        return *super().args(), self.embeds, self.is_embed
+        """All tensors: those of a PackedBatch, then the embeddings and their selector."""
+        return *PackedBatch.encoder_args(self), self.skip, self.embeds, self.is_embed
+
+    def encoder_args(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of the arguments of the encoder's entry point."""
+        return *super().encoder_args(), self.embeds, self.is_embed
 
     def to(self, device: torch.device) -> "EmbedsBatch":
         """Move all tensors but `max_len`."""
@@ -102,6 +112,7 @@ def pack(rows: Sequence[Row], position_start: int, position_pad: int | None = No
         segments=_joined([row.segments for row in rows]),
         cu_seqlens=_joined([cu_seqlens]),
         max_len=torch.tensor([lengths.max(initial=0)], dtype=torch.int32),
+        skip=torch.tensor([row.skip for row in rows], dtype=torch.int32),
     )
 
 

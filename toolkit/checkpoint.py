@@ -5,10 +5,11 @@ package ships. No path or link may leave the checkpoint folder; the hub cache's 
 into its `blobs/` are the one exception. Nothing from the folder is ever executed.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -126,6 +127,21 @@ class Checkpoint:
                 return collect([self.path(single)])
         raise CheckpointError(f"{self.source} has no weights: neither {SAFETENSORS} nor {PICKLED} is there")
 
+    def tensors_in(self, folder: str) -> TensorSet:
+        """The tensors of a module in a folder of its own.
+
+        Raises:
+            CheckpointError: it has none, or they are malformed.
+        """
+        names = [f"{folder}/{SAFETENSORS}", f"{folder}/{PICKLED}"]
+        for name, collect in zip(names, (_collect_safetensors, _collect_pickled), strict=True):
+            if self._fetch is not None and not any(self.has(other) for other in names):
+                with contextlib.suppress(CheckpointError):  # the other one may be there
+                    self._fetch(name)
+            if self.has(name):
+                return collect([self.path(name)])
+        raise CheckpointError(f"{self.source} has no weights in {folder}: neither {SAFETENSORS} nor {PICKLED} is there")
+
     def _sharded(self, index: str, single: str, collect: "Callable[[list[Path]], TensorSet]") -> TensorSet:
         shard_of = self.json(index).get("weight_map")
         if not isinstance(shard_of, dict) or not all(isinstance(s, str) for s in shard_of.values()):
@@ -149,13 +165,14 @@ class Checkpoint:
                 raise CheckpointError(f"tensor {name!r} is in {found.info[name].file.name} but not in {index}")
         return found
 
-    def weight_files(self) -> list[Path]:
-        """The files that the tensors come from."""
-        return sorted({info.file for info in self.tensors.info.values()})
+    def weight_files(self, folders: Sequence[str] = ()) -> list[Path]:
+        """The files that the tensors come from, those of modules in `folders` included."""
+        sets = [self.tensors, *(self.tensors_in(folder) for folder in folders)]
+        return sorted({info.file for tensors in sets for info in tensors.info.values()})
 
-    def sha256(self) -> dict[str, str]:
+    def sha256(self, folders: Sequence[str] = ()) -> dict[str, str]:
         """Digest of config.json and of every weight file, by path within the checkpoint."""
-        files = [self.path("config.json"), *self.weight_files()]
+        files = [self.path("config.json"), *self.weight_files(folders)]
         return {str(file.relative_to(self.root)): sha256_of(file) for file in files}
 
 

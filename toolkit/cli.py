@@ -40,6 +40,10 @@ OutFolder = Annotated[
     Path, typer.Argument(metavar="OUT", help="A folder that toolkit convert wrote.", show_default=False)
 ]
 
+TextFile = Annotated[
+    str, typer.Argument(metavar="FILE|-", help="A UTF-8 file with one item a line; - is standard input.")
+]
+
 
 def _version(value: bool) -> None:
     if value:
@@ -85,7 +89,9 @@ def convert(
         Path | None,
         typer.Argument(metavar="OUT", help="The folder to write; default: ./NAME-toolkit.", show_default=False),
     ] = None,
-    task: Annotated[str, typer.Option(help="embed, or auto to read it off the checkpoint.")] = "auto",
+    task: Annotated[
+        str, typer.Option(help="embed, rerank, classify, token-classify, or auto to read it off the checkpoint.")
+    ] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to verify: auto, cpu, cuda or cuda:N.")] = "auto",
     revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub id.")] = None,
@@ -158,10 +164,7 @@ def verify(
 @app.command()
 def embed(
     out: OutFolder,
-    file: Annotated[
-        str,
-        typer.Argument(metavar="FILE|-", help="A UTF-8 file with one text a line; - is standard input."),
-    ] = "-",
+    file: TextFile = "-",
     prompt_name: Annotated[str | None, typer.Option(help="A prompt of the checkpoint to put in front.")] = None,
     prompt: Annotated[str | None, typer.Option(help="A text to put in front; empty switches prompts off.")] = None,
     truncate_dim: Annotated[int | None, typer.Option(help="Keep the first so many values.")] = None,
@@ -174,14 +177,9 @@ def embed(
     as_json: AsJson = False,
 ) -> None:
     """Embed texts, one a line. Prints one JSON array of numbers a line, or with --json one document."""
-    from toolkit.runner import load
-
     texts = _read_lines(file)
-    with _stages() as on_stage:
-        on_stage(f"loading {out}")
-        runner = load(out, device=device, mode=mode)
-        on_stage(f"embedding {len(texts)} texts ({runner.mode} on {runner.device}; the first batch compiles)")
-        vectors = runner.embed(texts, prompt_name=prompt_name, prompt=prompt, truncate_dim=truncate_dim)
+    options = {"prompt_name": prompt_name, "prompt": prompt, "truncate_dim": truncate_dim}
+    vectors = _run(out, device, mode, f"embedding {len(texts)} texts", lambda runner: runner.embed(texts, **options))
     if similarity:
         _print_similarity(texts, vectors, as_json)
     elif as_json:
@@ -189,6 +187,78 @@ def embed(
     else:
         for vector in vectors.tolist():
             print(json.dumps(vector))
+
+
+@app.command()
+def score(
+    out: OutFolder,
+    file: TextFile = "-",
+    raw: Annotated[bool, typer.Option("--raw", help="Print logits: do not apply the checkpoint's activation.")] = False,
+    device: Device = "auto",
+    mode: Mode = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Score pairs of texts, one pair a line, separated by a tab. Prints one score a line, or one JSON document."""
+    pairs = _pairs(_read_lines(file), required=True)
+    scores = _run(out, device, mode, f"scoring {len(pairs)} pairs", lambda runner: runner.score(pairs, not raw))
+    if as_json:
+        _print_json({"pairs": pairs, "scores": scores.tolist()})
+    else:
+        for value in scores.tolist():
+            print(json.dumps(value))
+
+
+@app.command()
+def classify(
+    out: OutFolder, file: TextFile = "-", device: Device = "auto", mode: Mode = "auto", as_json: AsJson = False
+) -> None:
+    """Classify texts (or pairs, separated by a tab), one a line; or each token of the texts, if OUT does that."""
+    from toolkit.artifact import Artifact
+
+    texts = _pairs(_read_lines(file), required=False)
+    doing = f"classifying {len(texts)} texts"
+    if Artifact.open(out).manifest.task == "token-classify":
+        results = [
+            [
+                {"start": place.start, "end": place.end, "label": label, "probability": max(row)}
+                for place, label, row in zip(
+                    found.places or [], found.predicted, found.probabilities.tolist(), strict=True
+                )
+                if not place.special
+            ]
+            for found in _run(out, device, mode, doing, lambda runner: runner.classify_tokens(texts))
+        ]
+    else:
+        found = _run(out, device, mode, doing, lambda runner: runner.classify(texts))
+        results = [
+            {"predicted": labels, "probabilities": dict(zip(found.labels, row, strict=True))}
+            for labels, row in zip(found.predicted, found.probabilities.tolist(), strict=True)
+        ]
+    if as_json:
+        _print_json({"texts": texts, "results": results})
+    else:
+        for result in results:
+            print(json.dumps(result, ensure_ascii=False))
+
+
+def _run(out: Path, device: str, mode: str, doing: str, work: Callable[[Any], Any]) -> Any:
+    """Load OUT, tell what happens, and run `work` on the runner."""
+    from toolkit.runner import load
+
+    with _stages() as on_stage:
+        on_stage(f"loading {out}")
+        runner = load(out, device=device, mode=mode)
+        on_stage(f"{doing} ({runner.mode} on {runner.device}; the first batch compiles)")
+        return work(runner)
+
+
+def _pairs(lines: list[str], *, required: bool) -> list[Any]:
+    """Lines with one tab become pairs; others stay texts, or are an error if pairs are required."""
+    items: list[Any] = [tuple(line.split("\t")) if line.count("\t") == 1 else line for line in lines]
+    for number, item in enumerate(items):
+        if required and isinstance(item, str):
+            raise InputError(f"line {number + 1}: expected two texts with one tab between them")
+    return items
 
 
 def _read_lines(file: str) -> list[str]:
@@ -256,7 +326,7 @@ def bench(
 
 @app.command()
 def recipes(as_json: AsJson = False) -> None:
-    """List the architectures that can be converted."""
+    """List the architectures that can be converted: tasks, kinds of attention, classes, known limits."""
     from toolkit.registry import all_recipes
 
     entries = all_recipes()
@@ -265,8 +335,10 @@ def recipes(as_json: AsJson = False) -> None:
             [
                 {
                     "model_type": entry.recipe.model_type,
-                    "tasks": entry.recipe.tasks,
-                    "classes": entry.recipe.classes,
+                    "tasks": entry.recipe.all_tasks,
+                    "attention": entry.recipe.attention_kinds,
+                    "classes": entry.recipe.all_classes,
+                    "reference": entry.recipe.reference,
                     "note": entry.recipe.note,
                     "origin": entry.origin,
                     "sha256": entry.digest,
@@ -275,12 +347,19 @@ def recipes(as_json: AsJson = False) -> None:
             ]
         )
         return
-    table = Table("model_type", "tasks", "transformers classes", "notes", "origin")
     for entry in entries:
         recipe = entry.recipe
-        cells = (recipe.model_type, ", ".join(recipe.tasks), ", ".join(recipe.classes), recipe.note, entry.origin)
-        table.add_row(*(escape(cell) for cell in cells))
-    _out.print(table)
+        _out.print(f"[bold]{escape(recipe.label)}[/]  {', '.join(recipe.all_tasks)}", highlight=False, soft_wrap=True)
+        lines = {
+            "attention": ", ".join(recipe.attention_kinds),
+            "classes": ", ".join(recipe.all_classes),
+            "note": recipe.note,
+            "proof": f"transformers' {recipe.reference}" if recipe.reference else "none: remote code only, never run",
+            "origin": entry.origin if entry.origin != "built in" else "",
+        }
+        for name, text in lines.items():
+            if text:
+                _out.print(f"    {name:10}{escape(text)}", highlight=False, soft_wrap=True)
 
 
 @app.command()

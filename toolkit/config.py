@@ -11,7 +11,7 @@ from typing import Any
 from toolkit.errors import CheckpointError, UnsupportedError
 from toolkit.spec import Activation, RopeSpec
 
-__all__ = ["IRRELEVANT_EVERYWHERE", "NEUTRAL_EVERYWHERE", "ConfigReader"]
+__all__ = ["IRRELEVANT_EVERYWHERE", "LAYER_TYPES", "NEUTRAL_EVERYWHERE", "ConfigReader"]
 
 # Fields that any checkpoint may carry and that cannot change an inference result.
 IRRELEVANT_EVERYWHERE = frozenset(
@@ -20,7 +20,9 @@ IRRELEVANT_EVERYWHERE = frozenset(
     auto_map bos_token_id dtype eos_token_id finetuning_task gradient_checkpointing id2label initializer_range
     label2id language model_type name_or_path num_labels output_attentions output_hidden_states output_past
     problem_type return_dict sep_token_id sentence_transformers task_specific_params tie_word_embeddings
-    tokenizer_class torch_dtype torchscript transformers_version use_cache
+    tokenizer_class torch_dtype torchscript transformers_version use_bfloat16 use_cache
+    do_sample early_stopping eos_token_ids length_penalty max_length min_length no_repeat_ngram_size num_beams
+    num_return_sequences repetition_penalty temperature top_k top_p
     """.split()
 )
 # Fields that must hold this value wherever they appear.
@@ -49,6 +51,8 @@ _ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
 }
+_NTK_KEYS: Mapping[str, frozenset[str]] = {"ntk": frozenset({"factor"})}
+LAYER_TYPES = ("full_attention", "sliding_attention")
 
 Names = str | tuple[str, ...]
 
@@ -97,6 +101,10 @@ class ConfigReader:
             raise CheckpointError(f"config.json: {name} = {value!r}, expected a positive number")
         return float(value)
 
+    def optional_positive(self, names: Names) -> float | None:
+        """A positive, finite number, or None if it is absent or null."""
+        return None if self._get(names, None)[1] is None else self.positive(names, 1.0)
+
     def boolean(self, names: Names, default: bool) -> bool:
         """True or false."""
         name, value = self._get(names, default)
@@ -120,6 +128,16 @@ class ConfigReader:
             raise CheckpointError(f"config.json: {name} = {value!r}, expected {length} of {', '.join(options)}")
         return tuple(value)
 
+    def terms(self, names: Names, options: tuple[str, ...]) -> tuple[str, ...]:
+        """Some of several texts, as a list or as one text with `|` between them; none if it is absent or null."""
+        name, value = self._get(names, None)
+        items = [part.strip() for part in value.lower().split("|")] if isinstance(value, str) else value
+        if items is not None and not (isinstance(items, list) and all(isinstance(item, str) for item in items)):
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected texts")
+        if not set(items or ()) <= {*options, ""}:
+            raise UnsupportedError(f"config.json: {name} = {value!r} is not supported; supported: {', '.join(options)}")
+        return tuple(option for option in options if option in (items or ()))
+
     def activation(self, names: Names, default: str) -> Activation:
         """An activation by its transformers name."""
         name, value = self._get(names, default)
@@ -129,17 +147,39 @@ class ConfigReader:
             )
         return _ACTIVATIONS[value]
 
-    def head_dim(self, hidden: int, heads: int, names: Names = ()) -> int:
-        """The size of a head: what `names` say, else hidden size / heads, which must then divide."""
+    def kv_heads(self, heads: int, default: int | None = None, name: str = "num_key_value_heads") -> int:
+        """The number of key and value heads, which must divide `heads`; None stands for as many."""
+        stated = self.optional_integer(name) if default is None else self.integer(name, default)
+        if heads % (stated or heads):
+            raise CheckpointError(f"config.json: num_attention_heads {heads} is no multiple of {name} {stated}")
+        return stated or heads
+
+    def head_dim(
+        self,
+        hidden: int,
+        heads: int,
+        names: Names = (),
+        called: tuple[str, str] = ("hidden_size", "num_attention_heads"),
+    ) -> int:
+        """The size of a head: what `names` say, else hidden size / heads, which must then divide.
+
+        `called` are the names of these two fields, for the message.
+        """
         stated = self.optional_integer(names) if names else None
         if stated is not None:
             return stated
         if hidden % heads:
-            raise CheckpointError(f"config.json: hidden_size {hidden} is no multiple of num_attention_heads {heads}")
+            raise CheckpointError(f"config.json: {called[0]} {hidden} is no multiple of {called[1]} {heads}")
         return hidden // heads
 
     def rope(
-        self, dims: int, default_base: float, base: Names = "rope_theta", layer_type: str | None = None
+        self,
+        dims: int,
+        default_base: float,
+        base: Names = "rope_theta",
+        layer_type: str | None = None,
+        *,
+        ntk: bool = False,
     ) -> RopeSpec:
         """Rotary positions, in their new form (`rope_parameters`, by layer type if the model has several) or old.
 
@@ -148,31 +188,58 @@ class ConfigReader:
             default_base: the base where none is given.
             base: names of the old field for the base.
             layer_type: which of the nested parameters to read.
+            ntk: whether there is a type "ntk", static NTK scaling: base × factor, angles / factor ** (2 / dims).
         """
+        known = {**_ROPE_KEYS, **_NTK_KEYS} if ntk else _ROPE_KEYS
+        if dims % 2:
+            raise CheckpointError(f"config.json: rotary positions need an even head size, not {dims}")
         old_name, old_base = self._get(base, None)
-        parameters = self._mapping("rope_parameters")
-        if layer_type is not None and parameters is not None:
-            parameters = parameters.get(layer_type) or {}
-        scaling = self._mapping("rope_scaling") if layer_type != "sliding_attention" else None
-        values = {**(scaling or {}), **(parameters or {})}
-        kind = values.pop("rope_type", values.pop("type", "default"))
-        values.pop("type", None)
+        values = self._rope_values(layer_type)
+        kind = values.pop("rope_type", "default")
         stated = values.pop("rope_theta", None)
         if stated is not None and old_base is not None and stated != old_base:
             raise CheckpointError(f"config.json: rope_theta = {stated!r} and {old_name} = {old_base!r} contradict")
-        if kind not in _ROPE_KEYS:
+        if not isinstance(kind, str) or kind not in known:
             raise UnsupportedError(
-                f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(_ROPE_KEYS))}"
+                f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(known))}"
             )
-        unknown = sorted(set(values) - _ROPE_KEYS[kind])
+        unknown = sorted(set(values) - known[kind])
         if unknown:
             raise UnsupportedError(f"config.json: the rope parameter {unknown[0]!r} is not supported for type {kind!r}")
-        chosen = next((b for b in (stated, old_base) if b is not None), default_base)
-        factor = values.get("factor", 1.0) if kind == "linear" else 1.0
-        for name, value in (("rope_theta", chosen), ("factor", factor)):
+        chosen = stated if stated is not None else old_base if old_base is not None else default_base
+        factor = values.get("factor") if kind in ("linear", "ntk") else 1.0
+        numbers: dict[str, Any] = {"rope_theta": chosen, "factor": factor}
+        for name, value in numbers.items():
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
                 raise CheckpointError(f"config.json: {name} = {value!r}, expected a positive number")
-        return RopeSpec(base=float(chosen), dims=dims, factor=float(factor))
+        chosen, factor = float(numbers["rope_theta"]), float(numbers["factor"])
+        if kind == "ntk":
+            if factor < 1:
+                raise CheckpointError(f"config.json: the rope parameter factor = {factor}, expected at least 1")
+            chosen, factor = chosen * factor, factor ** (2 / dims)
+        return RopeSpec(base=chosen, dims=dims, factor=factor)
+
+    def _rope_values(self, layer_type: str | None) -> dict[str, Any]:
+        """What is stated of a layer type, in the new form or the old one, which scales full attention only."""
+        parameters, scaling = self._mapping("rope_parameters"), self._mapping("rope_scaling")
+        if parameters is not None and layer_type is not None:
+            for name, value in parameters.items():
+                if name not in LAYER_TYPES or not isinstance(value, dict | None):
+                    raise CheckpointError(
+                        f"config.json: rope_parameters holds {name!r} = {value!r}, expected an object for each of "
+                        + ", ".join(LAYER_TYPES)
+                    )
+            parameters = parameters.get(layer_type)
+        if layer_type == "sliding_attention":
+            scaling = None
+        forms = [{"rope_type": form.get("type", "default"), **form} for form in (parameters, scaling) if form]
+        for form in forms:
+            form.pop("type", None)
+        if len(forms) == 2 and forms[0] != forms[1]:
+            raise CheckpointError(
+                f"config.json: rope_parameters = {parameters!r} and rope_scaling = {scaling!r} contradict each other"
+            )
+        return forms[0] if forms else {}
 
     def _mapping(self, name: str) -> dict[str, Any] | None:
         value = self._get(name, None)[1]
@@ -181,11 +248,13 @@ class ConfigReader:
         return value
 
     def neutral(self, **expected: object) -> None:
-        """Fields that may be absent or hold exactly this value; anything else is unsupported."""
+        """Fields that may be absent or hold exactly this value (one of a tuple's); anything else is unsupported."""
         for name, value in expected.items():
-            found = self._get(name, value)[1]
-            if found != value or type(found) is not type(value):
-                raise UnsupportedError(f"config.json: {name} = {found!r} is not supported, only {value!r} is")
+            options = value if isinstance(value, tuple) else (value,)
+            found = self._get(name, options[0])[1]
+            if not any(found == option and type(found) is type(option) for option in options):
+                known = " or ".join(map(repr, options))
+                raise UnsupportedError(f"config.json: {name} = {found!r} is not supported, only {known} is")
 
     def unrecognised(self, irrelevant: frozenset[str]) -> list[str]:
         """Fields that nothing read and nobody declared irrelevant, sorted; the caller reports them."""

@@ -3,7 +3,7 @@
 import json
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,19 @@ from safetensors import SafetensorError
 from toolkit.artifact import DTYPES, MANIFEST, SCHEMA, Manifest, atomic_folder, refuse_occupied
 from toolkit.attention import choose_backend
 from toolkit.checkpoint import Checkpoint, open_checkpoint
+from toolkit.config import ConfigReader
 from toolkit.errors import ArtifactError, CheckpointError, InputError, ParityError, UnsupportedError
+from toolkit.heads import TaskHead
+from toolkit.nn.head import build_head
 from toolkit.nn.model import build_encoder, part_shapes
-from toolkit.pipeline import read_pipeline
+from toolkit.pipeline import ReadPipeline, checkpoint_kind, is_reranker, read_pipeline, stored_name
+from toolkit.recipe import Recipe
 from toolkit.registry import RegisteredRecipe, find_recipe
+from toolkit.scoring import count_labels, read_scoring
+from toolkit.spec import EncoderSpec
 from toolkit.tokenizer import TokenizerSpec, read_tokenizer, text_limit
 from toolkit.versions import library_versions
-from toolkit.weights import load_weights
+from toolkit.weights import LoadedWeights, load_weights, rename
 
 __all__ = ["TASKS", "ConversionReport", "convert"]
 
@@ -86,10 +92,12 @@ def convert(
     if checkpoint.config.get("auto_map"):
         # The field names Python files of the checkpoint. They are never run; the recipe stands for the model.
         on_stage("note: config.json names remote code (auto_map); it is not executed")
-    registered = find_recipe(checkpoint.config["model_type"], recipe)
-    chosen_task = _choose_task(checkpoint, registered, task)
+    registered = find_recipe(
+        checkpoint.config["model_type"], recipe, checkpoint.config, lambda: checkpoint.tensors.info
+    )
+    plan = _choose_task(checkpoint, registered.recipe, task)
     with atomic_folder(target, force=force) as folder:
-        manifest = _write(checkpoint, registered, chosen_task, _choose_dtype(checkpoint, dtype), folder, on_stage)
+        manifest = _write(checkpoint, registered, plan, _choose_dtype(checkpoint, dtype), folder, on_stage)
         report = None
         if verify:
             from toolkit.parity import verify_folder
@@ -107,24 +115,48 @@ def _default_name(source: str) -> str:
     return f"{parts[-1] if parts else 'model'}-toolkit"
 
 
-def _choose_task(checkpoint: Checkpoint, registered: RegisteredRecipe, task: str) -> str:
+def _choose_task(checkpoint: Checkpoint, recipe: Recipe, task: str) -> tuple[str, TaskHead | None]:
+    """The task, and the head that serves it; None for the base model."""
     if task != "auto" and task not in TASKS:
         raise InputError(f"task {task!r} is unknown; use auto, {', '.join(TASKS)}")
     classes = checkpoint.architectures
-    recipe = registered.recipe
     if task == "auto":
-        foreign = [name for name in classes if name not in recipe.classes]
-        if foreign and not checkpoint.has("modules.json"):
-            raise UnsupportedError(
-                f"config.json: architectures = {foreign} is not supported for {recipe.model_type!r}; "
-                f"supported: {', '.join(recipe.classes)}. If the base model is what you want, say --task embed"
-            )
-        task = "embed"
-    if task not in recipe.tasks:
+        task = _read_task(checkpoint, recipe)
+    if task not in recipe.all_tasks:
         raise UnsupportedError(
-            f"task {task!r} is not supported for model_type {recipe.model_type!r}; supported: {', '.join(recipe.tasks)}"
+            f"task {task!r} is not supported for model_type {recipe.model_type!r}; "
+            f"supported: {', '.join(recipe.all_tasks)}"
         )
-    return task
+    if task in recipe.tasks:
+        return task, None
+    heads = [head for head in recipe.heads if task in head.tasks]
+    fitting = [head for head in heads if set(head.classes) & set(classes)]
+    if not fitting:
+        names = ", ".join(name for head in heads for name in head.classes)
+        raise UnsupportedError(
+            f"config.json: architectures = {classes} has no head for task {task!r}, but {names} have"
+        )
+    return task, fitting[0]
+
+
+def _read_task(checkpoint: Checkpoint, recipe: Recipe) -> str:
+    """What a checkpoint is for: by sentence-transformers' files, else by the class that config.json names."""
+    kind = checkpoint_kind(checkpoint)
+    if kind is not None:
+        return kind
+    classes = checkpoint.architectures
+    heads = [head for head in recipe.heads if set(head.classes) & set(classes)]
+    if heads and not set(classes) & set(recipe.classes):
+        tasks = heads[0].tasks
+        return tasks[0] if len(tasks) == 1 or is_reranker(checkpoint) else tasks[1]
+    foreign = [name for name in classes if name not in recipe.classes]
+    if foreign and not checkpoint.has("modules.json"):
+        known = ", ".join((*recipe.classes, *(name for head in recipe.heads for name in head.classes)))
+        raise UnsupportedError(
+            f"config.json: architectures = {foreign} is not supported for {recipe.model_type!r}; "
+            f"supported: {known}. If the base model is what you want, say --task embed"
+        )
+    return "embed"
 
 
 def _choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
@@ -142,35 +174,26 @@ def _choose_dtype(checkpoint: Checkpoint, dtype: str) -> torch.dtype:
 def _write(
     checkpoint: Checkpoint,
     registered: RegisteredRecipe,
-    task: str,
+    plan: tuple[str, TaskHead | None],
     dtype: torch.dtype,
     folder: Path,
     on_stage: Callable[[str], None],
 ) -> Manifest:
     """Write everything but the parity report into `folder`."""
-    recipe = registered.recipe
+    recipe, (task, head) = registered.recipe, plan
     spec, unrecognised = recipe.read_config(checkpoint.config)
-    pipeline, warnings = read_pipeline(checkpoint, spec.hidden)
-    warnings += [
+    labels = count_labels(checkpoint.config)
+    steps = head.steps(ConfigReader(checkpoint.config), spec.hidden, labels) if head is not None else ()
+    read = read_pipeline(checkpoint, spec.hidden, task, steps)
+    warnings = read.warnings + [
         f"config.json: the field {name!r} is not known to this recipe and has no effect" for name in unrecognised
     ]
     on_stage("converting the tokenizer")
-    tokenizer, tokenizer_limit = read_tokenizer(checkpoint, lower_case=pipeline.lower_case)
-    limit, clamped = text_limit(pipeline.max_seq_length, tokenizer_limit, spec.embedding.positions, spec.usable_length)
+    tokenizer, limit = read_tokenizer(checkpoint, lower_case=read.pipeline.lower_case)
+    tokenizer_spec, clamped = _tokenizer_spec(tokenizer, limit, read.pipeline.max_seq_length, spec)
     warnings += clamped
-    specials = tokenizer.backend_tokenizer.num_special_tokens_to_add(False)
-    if limit < max(specials, 1):
-        raise CheckpointError(f"the length limit {limit} leaves no room for the tokenizer's {specials} special tokens")
     on_stage(f"converting {len(checkpoint.tensors.info)} tensors to {str(dtype).removeprefix('torch.')}")
-    model = build_encoder(spec, choose_backend(spec.attentions, torch.device("cpu"), dtype)[1])
-    weights = load_weights(
-        checkpoint.tensors,
-        rules=recipe.rules,
-        prefixes=recipe.prefixes,
-        aliases=recipe.aliases,
-        expected=part_shapes(model),
-        dtype=dtype,
-    )
+    weights = _load_weights(checkpoint, recipe, head, spec, read, dtype)
     manifest = Manifest(
         schema=SCHEMA,
         model_type=recipe.model_type,
@@ -179,12 +202,10 @@ def _write(
         task=task,
         dtype=str(dtype).removeprefix("torch."),
         spec=spec,
-        pipeline=pipeline,
-        tokenizer=TokenizerSpec(
-            limit=limit,
-            side=tokenizer.truncation_side,
-            segments="token_type_ids" in tokenizer.model_input_names,
-        ),
+        head=read.head,
+        pipeline=read.pipeline,
+        scoring=read_scoring(checkpoint) if head is not None else None,
+        tokenizer=tokenizer_spec,
         usable_length=spec.usable_length,
         seam_width=spec.embedding.width,
         reference=recipe.reference,
@@ -193,14 +214,81 @@ def _write(
             "name": checkpoint.source,
             "root": str(checkpoint.root.resolve()),
             "revision": checkpoint.revision,
-            "sha256": checkpoint.sha256(),
+            "sha256": checkpoint.sha256(list(read.folders.values())),
         },
         versions=library_versions(),
         warnings=warnings,
     )
+    _write_files(checkpoint, manifest, weights.state, tokenizer, folder, on_stage)
+    return manifest
+
+
+def _tokenizer_spec(
+    tokenizer: Any, stored: int, configured: int | None, spec: EncoderSpec
+) -> tuple[TokenizerSpec, list[str]]:
+    """How texts are cut, and warnings about it."""
+    positions = spec.embedding.positions or spec.usable_length
+    limit, warnings = text_limit(configured, stored, positions, spec.usable_length)
+    specials = tokenizer.backend_tokenizer.num_special_tokens_to_add(False)
+    if limit < max(specials, 1):
+        raise CheckpointError(f"the length limit {limit} leaves no room for the tokenizer's {specials} special tokens")
+    segments = "token_type_ids" in tokenizer.model_input_names and spec.embedding.segments > 0
+    made = TokenizerSpec(
+        limit=limit,
+        side=tokenizer.truncation_side,
+        segments=segments,
+        special_ids=tuple(tokenizer.all_special_ids),
+    )
+    return made, warnings
+
+
+def _load_weights(
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    head: TaskHead | None,
+    spec: EncoderSpec,
+    read: ReadPipeline,
+    dtype: torch.dtype,
+) -> LoadedWeights:
+    """The tensors of the encoder and its head, and those of steps that have folders of their own."""
+    cpu = torch.device("cpu")
+    expected = part_shapes(build_head(read.head, cpu))
+    here = {} if head is None else {f"head.{name}": shapes for name, shapes in expected.items()}
+    loaded = load_weights(
+        checkpoint.tensors,
+        rules=recipe.head_rules(head),
+        prefixes=recipe.prefixes,
+        aliases=recipe.aliases,
+        expected=part_shapes(build_encoder(spec, choose_backend(spec.attentions, cpu, dtype)[1])) | here,
+        dtype=dtype,
+    )
+    for step, folder in read.folders.items():
+        prefix = f"steps.{step}."
+        names = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
+        more = load_weights(
+            checkpoint.tensors_in(folder),
+            rules=tuple(rename(f"head.{prefix}{name}", stored_name(name)) for name in names),
+            prefixes=(),
+            aliases={},
+            expected={f"head.{prefix}{name}": expected[prefix + name] for name in names},
+            dtype=dtype,
+        )
+        audit = tuple(replace(entry, source=f"{folder}/{entry.source}") for entry in more.audit)
+        loaded = LoadedWeights(state=loaded.state | more.state, audit=loaded.audit + audit)
+    return loaded
+
+
+def _write_files(
+    checkpoint: Checkpoint,
+    manifest: Manifest,
+    state: dict[str, torch.Tensor],
+    tokenizer: Any,
+    folder: Path,
+    on_stage: Callable[[str], None],
+) -> None:
     on_stage("writing the artifact")
     try:
-        save_torch_state_dict(weights.state, folder)
+        save_torch_state_dict(state, folder)
         _save_tokenizer(tokenizer, folder)
         shutil.copyfile(checkpoint.path("config.json"), folder / "config.json")
         (folder / MANIFEST).write_text(manifest.to_json(), encoding="utf-8")
@@ -210,7 +298,6 @@ def _write(
         raise ArtifactError(f"cannot write the weights into {folder.parent}: {error}") from None
     except OSError as error:
         raise ArtifactError(f"cannot write into {folder.parent}: {error.strerror or error}") from None
-    return manifest
 
 
 def _save_tokenizer(tokenizer: Any, folder: Path) -> None:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from toolkit.attention import BACKENDS
+from toolkit.devices import best_mode
 from toolkit.nn.linear import can_pack
-from toolkit.runner import best_mode
 from toolkit.toolchain import why_no_compiler
 
 __all__ = ["Diagnosis", "Finding", "diagnose"]

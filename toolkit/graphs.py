@@ -14,28 +14,22 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from toolkit.batch import EmbedsBatch, PackedBatch
 from toolkit.errors import GraphError
+from toolkit.nn.head import Output
 
-__all__ = ["Bucket", "BucketLadder", "GraphOutput", "GraphPair", "GraphStats", "on_device"]
+__all__ = ["Bucket", "BucketLadder", "GraphPair", "GraphStats", "on_device"]
 
 # The start of a capture synchronises the device, which another thread's capture would not survive.
 _one_capture = threading.Lock()
 
 
-class GraphOutput(NamedTuple):
-    """Token states [T, D] and vectors [S, V]; a task that has no vectors gives an empty tensor."""
-
-    states: Tensor
-    vectors: Tensor
-
-
-Entry = Callable[..., GraphOutput]
+Entry = Callable[..., Output]
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -128,18 +122,20 @@ class _Inputs:
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        sizes = [4 * bucket.tokens] * 3 + [4 * (bucket.sequences + 1), bucket.tokens]
+        sizes = [4 * bucket.tokens] * 3 + [4 * (bucket.sequences + 1), 4 * bucket.sequences, bucket.tokens]
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
         self._block = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if on_gpu else None
         *integers, selector = self._block.split(sizes)
-        self.ids, self.positions, self.segments, self.cu_seqlens = (part.view(torch.int32) for part in integers)
+        views = [part.view(torch.int32) for part in integers]
+        self.ids, self.positions, self.segments, self.cu_seqlens, self.skip = views
         self.is_embed = selector.view(torch.bool)
         self.max_len = torch.tensor([bucket.max_len], dtype=torch.int32)
         *integers, selector = self._host.split(sizes)
         self._per_token = [part.view(torch.int32).numpy() for part in integers[:3]]
-        self._offsets, self._selector = integers[3].view(torch.int32).numpy(), selector.view(torch.bool).numpy()
+        self._offsets, self._skip = (part.view(torch.int32).numpy() for part in integers[3:])
+        self._selector = selector.view(torch.bool).numpy()
 
     def write(self, batch: PackedBatch) -> None:
         """Write the batch and reset the tail: id, position and segment 0, empty sequences, nothing selected."""
@@ -151,6 +147,8 @@ class _Inputs:
             buffer[tokens:] = 0
         self._offsets[:offsets] = batch.cu_seqlens.numpy()
         self._offsets[offsets:] = tokens
+        self._skip[: batch.sequences] = batch.skip.numpy()
+        self._skip[batch.sequences :] = 0
         if isinstance(batch, EmbedsBatch):
             self._selector[:tokens] = batch.is_embed.numpy()
             self._selector[tokens:] = False
@@ -159,7 +157,7 @@ class _Inputs:
             self._copied.record()
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.ids, self.positions, self.segments, self.cu_seqlens, self.max_len
+        return self.ids, self.positions, self.segments, self.cu_seqlens, self.max_len, self.skip
 
     def poison(self) -> None:
         """Fill every buffer with values that must not survive a write (a test and canary aid)."""
@@ -204,7 +202,7 @@ class _CudaReplay:
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._output = entry(*args)
 
-    def replay(self) -> GraphOutput:
+    def replay(self) -> Output:
         self._graph.replay()
         return self._output
 
@@ -218,20 +216,20 @@ class _CheckedReplay:
         self._args = inputs.tensors()
         self._addresses = [tensor.data_ptr() for tensor in self._args]
         first = entry(*self._args)
-        self._output = GraphOutput(states=first.states.clone(), vectors=first.vectors.clone())
+        self._output = Output(*(tensor.clone() for tensor in first))
 
-    def replay(self) -> GraphOutput:
+    def replay(self) -> Output:
         if [tensor.data_ptr() for tensor in self.inputs.tensors()] != self._addresses:
             raise GraphError("a static input buffer moved since the capture: a replay would read stale memory")
         with torch.inference_mode():
             return self._run()
 
-    def _run(self) -> GraphOutput:
+    def _run(self) -> Output:
         output = self._entry(*self._args)
         if any(tensor.device != self._args[0].device for tensor in output):
             raise GraphError("an output left the device during the replay")
-        self._output.states.copy_(output.states)
-        self._output.vectors.copy_(output.vectors)
+        for mine, new in zip(self._output, output, strict=True):
+            mine.copy_(new)
         return self._output
 
 
@@ -246,8 +244,8 @@ class GraphPair:
     Threads and CUDA streams may share a pair: one batch at a time is written, replayed and copied out.
 
     Args:
-        run_ids: callable over the five tensors of a PackedBatch.
-        run_embeds: callable over the seven tensors of an EmbedsBatch.
+        run_ids: callable over the tensors of a PackedBatch.
+        run_embeds: callable over the tensors of an EmbedsBatch.
         ladder: the buckets.
         width: width of the seam.
         dtype: dtype of the embeddings.
@@ -286,17 +284,18 @@ class GraphPair:
             for bucket in buckets if buckets is not None else self.ladder.default():
                 self._graph("ids", bucket)
 
-    def run(self, batch: PackedBatch) -> GraphOutput:
+    def run(self, batch: PackedBatch) -> Output:
         """Run a batch through the graph of its kind.
 
         Returns:
-            States of the batch's T tokens and vectors of its S sequences, in memory of their own.
+            What belongs to the batch's T tokens and S sequences, in memory of its own.
         """
         with self._turn():
             output = self._replay(batch)
-            return GraphOutput(
+            return Output(
                 states=output.states[: batch.tokens].clone(),
                 vectors=output.vectors[: batch.sequences].clone(),
+                tokens=output.tokens[: batch.tokens].clone(),
             )
 
     def vectors(self, batch: PackedBatch) -> Tensor:
@@ -315,7 +314,7 @@ class GraphPair:
                 self._stream = stream
             yield
 
-    def prepare(self, batch: PackedBatch) -> Callable[[], GraphOutput]:
+    def prepare(self, batch: PackedBatch) -> Callable[[], Output]:
         """Write a batch into its bucket's buffers, and return the bare replay: for measuring and inspection.
 
         What the replay returns are the static outputs: the next replay overwrites them, and rows beyond the
@@ -331,7 +330,7 @@ class GraphPair:
             graph.inputs.write(batch)
         return graph.replay
 
-    def _replay(self, batch: PackedBatch) -> GraphOutput:
+    def _replay(self, batch: PackedBatch) -> Output:
         """Static outputs of the batch's bucket, valid until the next replay."""
         graph = self._find(batch)
         if graph is None:

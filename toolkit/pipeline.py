@@ -1,4 +1,4 @@
-"""What sentence-transformers does around the model: prompts, length limit, pooling, normalisation.
+"""What sentence-transformers does around the model: prompts, length limit, and the modules behind it.
 
 Read from `modules.json` and the files it points to. Class names in them are compared with a list and never
 imported; a module or option that is not supported is an error that names it.
@@ -6,14 +6,16 @@ imported; a module or option that is not supported is an error that names it.
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from toolkit.checkpoint import Checkpoint
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
+from toolkit.scoring import count_labels
+from toolkit.spec import DenseStep, HeadSpec, NormalizeStep, NormSpec, NormStep, PoolingStep, Step
 
-__all__ = ["Pipeline", "read_pipeline"]
+__all__ = ["Pipeline", "ReadPipeline", "read_pipeline", "stored_name"]
 
 TRANSFORMER_CONFIGS = (
     "sentence_bert_config.json",
@@ -33,29 +35,34 @@ _LEGACY_POOLING = {
     "pooling_mode_weightedmean_tokens": "weightedmean",
     "pooling_mode_lasttoken": "lasttoken",
 }
-_SUPPORTED_POOLING = ("mean", "cls")
+_ACTIVATIONS: Mapping[str, Any] = {
+    "torch.nn.modules.linear.Identity": "identity",
+    "torch.nn.modules.activation.Tanh": "tanh",
+    "torch.nn.modules.activation.GELU": "gelu",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "torch.nn.modules.activation.SiLU": "silu",
+    "torch.nn.modules.activation.Sigmoid": "sigmoid",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """The pipeline of an embedding model.
+    """What is done to texts before the model.
 
     Attributes:
-        pooling: "mean" or "cls".
-        normalize: whether the vectors are scaled to length 1.
         max_seq_length: the limit that the checkpoint asks for, or None; not yet clamped to the model's.
         lower_case: whether texts are lowered before tokenization (on top of the tokenizer's own rules).
         prompts: texts that are put in front, by name.
         default_prompt: the name of the prompt that applies when the caller names none, or None.
+        include_prompt: whether pooling takes the prompt's tokens in.
         similarity: the checkpoint's similarity function, or None.
     """
 
-    pooling: str
-    normalize: bool
     max_seq_length: int | None
     lower_case: bool
     prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str | None
+    include_prompt: bool
     similarity: str | None
 
     def to_dict(self) -> dict[str, Any]:
@@ -80,28 +87,108 @@ class Pipeline:
         return self.prompts[name]
 
 
-def read_pipeline(checkpoint: Checkpoint, hidden: int) -> tuple[Pipeline, list[str]]:
-    """Read the pipeline of a checkpoint; `hidden` is the width of its token states.
+@dataclass(frozen=True, kw_only=True)
+class ReadPipeline:
+    """A checkpoint's pipeline, the head that its modules make, where each step's tensors are, and warnings."""
 
-    Returns:
-        The pipeline, and warnings about what had to be assumed.
+    pipeline: Pipeline
+    head: HeadSpec
+    folders: Mapping[int, str]
+    warnings: list[str]
+
+
+@dataclass(kw_only=True)
+class _Modules:
+    """The steps read so far, and the width of what they leave behind."""
+
+    checkpoint: Checkpoint
+    width: int
+    pooled: bool = False
+    include_prompt: bool = True
+    steps: list[Step] = field(default_factory=list)
+    folders: dict[int, str] = field(default_factory=dict)
+
+    def add(self, step: Step, folder: str | None = None) -> None:
+        """Append a step; `folder` holds its tensors, if it has any."""
+        if folder is not None:
+            self.folders[len(self.steps)] = folder
+        self.steps.append(step)
+
+    def config(self, folder: str, *known: str) -> tuple[str, dict[str, Any]]:
+        """The module's config.json; fields that are not `known` are refused."""
+        name = f"{folder}/config.json" if folder else "config.json"
+        config = self.checkpoint.json(name) if self.checkpoint.has(name) else {}
+        unknown = sorted(set(config) - set(known))
+        if unknown:
+            raise UnsupportedError(f"{name}: unknown field {unknown[0]!r}")
+        return name, config
+
+    def need_vectors(self, name: str, config: Mapping[str, Any]) -> None:
+        """Refuse a module that reads or writes anything but the pooled vector."""
+        for key in ("module_input_name", "module_output_name"):
+            if config.get(key) not in (None, "sentence_embedding"):
+                raise UnsupportedError(f"{name}: {key} = {config[key]!r} is not supported")
+        if not self.pooled:
+            raise UnsupportedError(f"{name}: a module before the pooling is not supported")
+
+
+_KINDS = {"CrossEncoder": "rerank", "SentenceTransformer": "embed"}
+_TRANSFORMER_TASKS = {"embed": "feature-extraction", "rerank": "sequence-classification"}
+
+
+def checkpoint_kind(checkpoint: Checkpoint) -> str | None:
+    """The task that sentence-transformers' files name; None if they name none.
+
+    Raises:
+        UnsupportedError: they name a kind of model that is not served.
+    """
+    name = "config_sentence_transformers.json"
+    kind = checkpoint.json(name).get("model_type") if checkpoint.has(name) else None
+    if kind is None:
+        return None
+    if kind not in _KINDS:
+        raise UnsupportedError(f"{name}: model_type = {kind!r} is not supported; supported: {', '.join(_KINDS)}")
+    return _KINDS[kind]
+
+
+def is_reranker(checkpoint: Checkpoint) -> bool:
+    """Whether a sequence classifier is for scoring pairs: it has one label, or names a CrossEncoder's activation."""
+    config = checkpoint.config
+    nested = config.get("sentence_transformers")
+    named = isinstance(nested, dict) and nested.get("activation_fn") is not None
+    return named or "sbert_ce_default_activation_function" in config or count_labels(config) == 1
+
+
+def read_pipeline(
+    checkpoint: Checkpoint, hidden: int, task: str = "embed", steps: tuple[Step, ...] = ()
+) -> ReadPipeline:
+    """Read the pipeline of a checkpoint.
+
+    Args:
+        checkpoint: where the files are.
+        hidden: width of the token states.
+        task: what the checkpoint is converted for.
+        steps: the head's steps, for a task that has one; sentence-transformers' modules make it for `embed`.
 
     Raises:
         CheckpointError: a file is malformed, or contradicts another.
         UnsupportedError: a module or an option is not supported.
     """
     warnings: list[str] = []
-    pooling, normalize = "mean", False
+    modules = _Modules(checkpoint=checkpoint, width=hidden)
     options: dict[str, Any] | None = None
     if checkpoint.has("modules.json"):
-        modules = _read_modules(checkpoint)
-        options = _transformer_options(checkpoint, modules[0][1])
-        pooling = _read_pooling(checkpoint, modules[1][1], hidden)
-        normalize = len(modules) == 3
-        if normalize:
-            _check_normalize(checkpoint, modules[2][1])
-    else:
+        entries = _read_modules(checkpoint)
+        options = _transformer_options(checkpoint, entries[0][1], task)
+        if steps and len(entries) > 1:
+            raise UnsupportedError(f"modules.json: a {entries[1][0]} module is not supported for task {task!r}")
+        for kind, folder in entries[1:]:
+            _READERS[kind](modules, folder)
+        if not steps and not modules.pooled:
+            raise UnsupportedError("modules.json: there is no Pooling module")
+    elif not steps:
         warnings.append("no modules.json: mean pooling without normalisation is assumed, as sentence-transformers does")
+        modules.add(PoolingStep(modes=("mean",)))
     name = "config_sentence_transformers.json"
     # without modules.json sentence-transformers ignores this file, and so do we
     config = checkpoint.json(name) if options is not None and checkpoint.has(name) else {}
@@ -110,47 +197,59 @@ def read_pipeline(checkpoint: Checkpoint, hidden: int) -> tuple[Pipeline, list[s
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise CheckpointError(f"{name}: prompts must map names to texts")
     default = config.get("default_prompt_name")
-    prompts = {"query": "", "document": "", **prompts}
+    prompts = {**({"query": "", "document": ""} if task == "embed" else {}), **prompts}
     if default is not None and default not in prompts:
         raise CheckpointError(f"{name}: default_prompt_name {default!r} is not among the prompts {sorted(prompts)}")
     pipeline = Pipeline(
-        pooling=pooling,
-        normalize=normalize,
         max_seq_length=options.get("max_seq_length"),
         lower_case=bool(options.get("do_lower_case", False)),
         prompts=prompts,
         default_prompt=default,
+        include_prompt=modules.include_prompt,
         similarity=config.get("similarity_fn_name"),
     )
-    return pipeline, warnings
+    head = _head_of(steps) if steps else HeadSpec(steps=tuple(modules.steps), width=modules.width)
+    return ReadPipeline(pipeline=pipeline, head=head, folders=modules.folders, warnings=warnings)
+
+
+def _head_of(steps: tuple[Step, ...]) -> HeadSpec:
+    """The head that a class's steps make: its last dense layer gives one logit for each label."""
+    widths = {step.on: step.outputs for step in steps if isinstance(step, DenseStep)}
+    pooled = any(isinstance(step, PoolingStep) for step in steps)
+    width = widths.get("vectors", widths.get("tokens", 0)) if pooled else 0
+    return HeadSpec(steps=steps, width=width, token_width=0 if pooled else widths["tokens"])
 
 
 def _read_modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """(class, folder) of each module: Transformer, Pooling, and perhaps Normalize."""
+    """(class, folder) of each module, the Transformer first."""
     try:
         entries = json.loads(checkpoint.read_bytes("modules.json"))
-        modules = [(str(entry["type"]), str(entry["path"])) for entry in sorted(entries, key=lambda e: e["idx"])]
+        modules = [(int(entry["idx"]), str(entry["type"]), str(entry["path"])) for entry in entries]
     except (ValueError, KeyError, TypeError, RecursionError):
         raise CheckpointError("modules.json: expected a list of objects with idx, path and type") from None
-    kinds: list[str] = []
-    for type_name, path in modules:
+    if [idx for idx, _, _ in modules] != sorted({idx for idx, _, _ in modules}):
+        raise CheckpointError("modules.json: idx does not count up: sentence-transformers goes by the list's order")
+    supported = ("Transformer", *_READERS)
+    kinds: list[tuple[str, str]] = []
+    for _, type_name, path in modules:
         known = _LIBRARY.fullmatch(type_name)
-        if known is None or known[1] not in ("Transformer", "Pooling", "Normalize"):
+        if known is None or known[1] not in supported:
             raise UnsupportedError(
                 f"modules.json: module {path or '.'!r} of type {type_name!r} is not supported (and never imported); "
-                "supported: Transformer, Pooling, Normalize of sentence_transformers"
+                f"supported: {', '.join(supported)} of sentence_transformers"
             )
-        kinds.append(known[1])
-    if kinds not in (["Transformer", "Pooling"], ["Transformer", "Pooling", "Normalize"]):
-        raise UnsupportedError(f"modules.json: the sequence {' → '.join(kinds)} is not supported")
-    if modules[0][1] != "":
+        kinds.append((known[1], path))
+    if [kind for kind, _ in kinds[:1]] != ["Transformer"] or "Transformer" in [kind for kind, _ in kinds[1:]]:
+        sequence = " → ".join(kind for kind, _ in kinds) or "of no modules"
+        raise UnsupportedError(f"modules.json: the sequence {sequence} is not supported: one Transformer, first")
+    if kinds[0][1] != "":
         raise UnsupportedError(
-            f"modules.json: the Transformer lies in {modules[0][1]!r}; convert that folder's parent copy"
+            f"modules.json: the Transformer lies in {kinds[0][1]!r}; convert that folder's parent copy"
         )
-    return [(kind, path) for kind, (_, path) in zip(kinds, modules, strict=True)]
+    return kinds
 
 
-def _transformer_options(checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
+def _transformer_options(checkpoint: Checkpoint, folder: str, task: str) -> dict[str, Any]:
     """Options of the Transformer module; those that would change the numbers and are not served are refused."""
     prefix = f"{folder}/" if folder else ""
     name = next((prefix + n for n in TRANSFORMER_CONFIGS if checkpoint.has(prefix + n)), None)
@@ -158,10 +257,11 @@ def _transformer_options(checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
     limit = options.get("max_seq_length")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise CheckpointError(f"{name}: max_seq_length = {limit!r}, expected a positive integer")
+    name_of, output = ("token_embeddings", "last_hidden_state") if task == "embed" else ("scores", "logits")
     neutral = {
-        "transformer_task": ("feature-extraction",),
-        "module_output_name": ("token_embeddings",),
-        "modality_config": ({"text": {"method": "forward", "method_output_name": "last_hidden_state"}},),
+        "transformer_task": (_TRANSFORMER_TASKS.get(task),),
+        "module_output_name": (name_of,),
+        "modality_config": ({"text": {"method": "forward", "method_output_name": output}},),
         "unpad_inputs": (None, False, True),
     }
     for key, value in options.items():
@@ -172,38 +272,90 @@ def _transformer_options(checkpoint: Checkpoint, folder: str) -> dict[str, Any]:
     return options
 
 
-def _check_normalize(checkpoint: Checkpoint, folder: str) -> None:
-    """The Normalize module may name the features that it reads and writes; only the pooled vector is served."""
-    name = f"{folder}/config.json"
-    for key, value in (checkpoint.json(name) if checkpoint.has(name) else {}).items():
-        if key not in ("module_input_name", "module_output_name") or value not in (None, "sentence_embedding"):
-            raise UnsupportedError(f"{name}: {key} = {value!r} is not supported")
-
-
-def _read_pooling(checkpoint: Checkpoint, folder: str, hidden: int) -> str:
-    """The pooling mode of `folder`/config.json, in its old or new form."""
-    name = f"{folder}/config.json"
-    config = checkpoint.json(name)
+def _read_pooling(modules: _Modules, folder: str) -> None:
+    """The pooling modes, in their old or new form."""
+    keys = ("embedding_dimension", "word_embedding_dimension", "pooling_mode", "include_prompt", *_LEGACY_POOLING)
+    name, config = modules.config(folder, *keys)
+    if modules.pooled:
+        raise UnsupportedError(f"{name}: a second Pooling is not supported")
     width = config.get("embedding_dimension", config.get("word_embedding_dimension"))
-    if width != hidden:
-        raise CheckpointError(f"{name}: the pooling is {width} wide, the model's states are {hidden} wide")
+    if width != modules.width:
+        raise CheckpointError(f"{name}: the pooling is {width} wide, the model's states are {modules.width} wide")
     if "pooling_mode" in config:
         modes = config["pooling_mode"]
         modes = [modes] if isinstance(modes, str) else modes
     else:
         modes = [mode for key, mode in _LEGACY_POOLING.items() if config.get(key)] or ["mean"]
-    if not isinstance(modes, list) or len(modes) != 1 or modes[0] not in _SUPPORTED_POOLING:
-        raise UnsupportedError(f"{name}: pooling {modes!r} is not supported; supported: one of {_SUPPORTED_POOLING}")
-    if config.get("include_prompt", True) is not True:
-        raise UnsupportedError(f"{name}: include_prompt = {config['include_prompt']!r} is not supported, only True is")
-    known = {
-        "embedding_dimension",
-        "word_embedding_dimension",
-        "pooling_mode",
-        "include_prompt",
-        *_LEGACY_POOLING,
-    }
-    unknown = sorted(set(config) - known)
-    if unknown:
-        raise UnsupportedError(f"{name}: unknown field {unknown[0]!r}")
-    return modes[0]
+    supported = tuple(_LEGACY_POOLING.values())
+    if not isinstance(modes, list) or not modes or not all(mode in supported for mode in modes):
+        raise UnsupportedError(f"{name}: pooling {modes!r} is not supported; supported: {', '.join(supported)}")
+    include = config.get("include_prompt", True)
+    if type(include) is not bool:
+        raise CheckpointError(f"{name}: include_prompt = {include!r}, expected true or false")
+    modules.pooled, modules.include_prompt = True, include
+    modules.add(PoolingStep(modes=tuple(modes)))
+    modules.width *= len(modes)
+
+
+def _read_dense(modules: _Modules, folder: str) -> None:
+    names = ("module_input_name", "module_output_name")
+    keys = ("in_features", "out_features", "bias", "activation_function", "use_residual", *names)
+    name, config = modules.config(folder, *keys)
+    modules.need_vectors(name, config)
+    for key in ("in_features", "out_features"):
+        if type(config.get(key)) is not int or config[key] < 1:
+            raise CheckpointError(f"{name}: {key} = {config.get(key)!r}, expected a positive integer")
+    if config["in_features"] != modules.width:
+        raise CheckpointError(f"{name}: in_features = {config['in_features']}, but {modules.width} values come in")
+    for key in ("bias", "use_residual"):
+        if type(config.get(key, True)) is not bool:
+            raise CheckpointError(f"{name}: {key} = {config[key]!r}, expected true or false")
+    activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
+    if activation not in _ACTIVATIONS:
+        raise UnsupportedError(
+            f"{name}: activation_function = {activation!r} is not supported (and never imported); "
+            f"supported: {', '.join(_ACTIVATIONS)}"
+        )
+    step = DenseStep(
+        on="vectors",
+        inputs=modules.width,
+        outputs=config["out_features"],
+        bias=config.get("bias", True),
+        activation=_ACTIVATIONS[activation],
+        residual=config.get("use_residual", False),
+    )
+    modules.add(step, folder)
+    modules.width = step.outputs
+
+
+def _read_layer_norm(modules: _Modules, folder: str) -> None:
+    name, config = modules.config(folder, "dimension")
+    modules.need_vectors(name, config)
+    if config.get("dimension") != modules.width:
+        raise CheckpointError(f"{name}: dimension = {config.get('dimension')!r}, but {modules.width} values come in")
+    modules.add(NormStep(on="vectors", width=modules.width, norm=NormSpec(eps=1e-5)), folder)
+
+
+def _read_normalize(modules: _Modules, folder: str) -> None:
+    name, config = modules.config(folder, "module_input_name", "module_output_name")
+    modules.need_vectors(name, config)
+    modules.add(NormalizeStep(on="vectors"))
+
+
+def stored_name(name: str) -> str:
+    """What a module of sentence-transformers calls the parameter `name` of our step."""
+    return name if name.startswith(("linear.", "residual.")) else f"norm.{name}"
+
+
+def _read_dropout(modules: _Modules, folder: str) -> None:
+    """Dropout does nothing at inference."""
+    modules.config(folder, "dropout")
+
+
+_READERS: Mapping[str, Callable[[_Modules, str], None]] = {
+    "Pooling": _read_pooling,
+    "Dense": _read_dense,
+    "LayerNorm": _read_layer_norm,
+    "Normalize": _read_normalize,
+    "Dropout": _read_dropout,
+}

@@ -1,11 +1,11 @@
-"""Which recipe answers to a `model_type`: built in, from an entry point, or from a file the user names."""
+"""Which recipe answers to a checkpoint: built in, from an entry point, or from a file the user names."""
 
 import hashlib
 import importlib
 import importlib.util
 import pkgutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -33,35 +33,56 @@ def all_recipes() -> list[RegisteredRecipe]:
     """Built-in recipes and those of installed packages (entry point group `toolkit.recipes`), by model_type.
 
     Raises:
-        UnsupportedError: two of them answer to the same model_type.
+        UnsupportedError: two of them answer to the same model_type under the same conditions.
     """
     found: dict[str, RegisteredRecipe] = {}
     for module, origin in _modules():
         for entry in _recipes_of(module, origin):
-            other = found.setdefault(entry.recipe.model_type, entry)
+            label = entry.recipe.label
+            other = found.setdefault(label, entry)
             if other is not entry:
-                raise UnsupportedError(
-                    f"model_type {entry.recipe.model_type!r} is claimed by {other.origin} and {origin}: uninstall one"
-                )
+                raise UnsupportedError(f"model_type {label!r} is claimed by {other.origin} and {origin}: uninstall one")
     return [found[name] for name in sorted(found)]
 
 
-def find_recipe(model_type: str, file: str | None = None) -> RegisteredRecipe:
-    """Return the recipe for `model_type`; `file`, if given, is a Python file of the user's and is executed.
+def find_recipe(
+    model_type: str,
+    file: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    stored: Callable[[], Iterable[str]] = tuple,
+) -> RegisteredRecipe:
+    """Return the recipe for `model_type` with the most conditions that hold.
+
+    Args:
+        model_type: as in `config.json`.
+        file: a Python file of the user's, which is executed and whose recipes are the only ones.
+        config: the raw `config.json`.
+        stored: gives the names of the stored tensors; called only if a recipe depends on them.
 
     Raises:
-        UnsupportedError: no recipe answers to it.
+        UnsupportedError: no recipe answers to it, or it is open which one does.
     """
     candidates = _from_file(file) if file is not None else all_recipes()
-    for entry in candidates:
-        if entry.recipe.model_type == model_type:
-            return entry
-    known = ", ".join(entry.recipe.model_type for entry in candidates)
+    fitting = [e for e in candidates if e.recipe.model_type == model_type and e.recipe.answers(config or {}, stored)]
+    if fitting:
+        most = max(map(_conditions, fitting))
+        best = [entry for entry in fitting if _conditions(entry) == most]
+        if len(best) > 1:
+            labels = " and ".join(entry.recipe.label for entry in best)
+            raise UnsupportedError(
+                f"config.json: several recipes answer to this checkpoint: {labels}; see --recipe FILE"
+            )
+        return best[0]
+    known = ", ".join(dict.fromkeys(entry.recipe.label for entry in candidates))
     where = file or "toolkit"
     raise UnsupportedError(
         f"config.json: model_type = {model_type!r} is not supported; {where} has recipes for: {known}. "
         "docs/adding-an-architecture.md shows how to write one and pass it with --recipe FILE"
     )
+
+
+def _conditions(entry: RegisteredRecipe) -> int:
+    return len(entry.recipe.when) + len(entry.recipe.having)
 
 
 def _modules() -> Iterator[tuple[ModuleType, str]]:
@@ -92,8 +113,8 @@ def _from_file(file: str) -> list[RegisteredRecipe]:
         raise UnsupportedError(f"--recipe {file}: {type(error).__name__}: {str(error).splitlines()[0]}") from error
     entries = _recipes_of(module, str(path))
     for k, entry in enumerate(entries):
-        if any(entry.recipe.model_type == other.recipe.model_type for other in entries[:k]):
-            raise UnsupportedError(f"model_type {entry.recipe.model_type!r} is claimed twice by {file}")
+        if any(entry.recipe.label == other.recipe.label for other in entries[:k]):
+            raise UnsupportedError(f"model_type {entry.recipe.label!r} is claimed twice by {file}")
     return entries
 
 

@@ -1,89 +1,36 @@
 """Run a converted module: inputs → rows → packed batches → graph → vectors or states, in the caller's order."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.artifact import Artifact
 from toolkit.attention import choose_backend
-from toolkit.batch import EmbedsBatch, PackedBatch, pack, pack_embeds
+from toolkit.batch import PackedBatch, pack, pack_embeds
 from toolkit.compile import CompiledEntryPoint, Sizes, compile_entry_point
+from toolkit.devices import resolve_device, resolve_mode
 from toolkit.errors import InputError, UnsupportedError
-from toolkit.graphs import BucketLadder, GraphOutput, GraphPair, GraphStats, on_device
+from toolkit.executor import Direct, Executor, RunnerStats
+from toolkit.graphs import BucketLadder, GraphPair
 from toolkit.inputs import Limits, MixedPrompt, PromptEmbeds, Row, RowInput, TokenIds, check_row
+from toolkit.nn.head import Head, Output, build_head
 from toolkit.nn.linear import can_pack, pack_linears
 from toolkit.nn.model import build_encoder, fill
-from toolkit.nn.pooling import Pooler
-from toolkit.tokenizer import TextEncoder
-from toolkit.toolchain import why_no_compiler
+from toolkit.scoring import Classification, Scoring, TokenClassification
+from toolkit.tokenizer import Pair, TextEncoder
 
-__all__ = ["MODES", "Input", "Runner", "RunnerStats", "best_mode", "load", "resolve_device", "resolve_mode"]
+__all__ = ["Input", "Runner", "RunnerStats", "load"]
 
 Input = str | RowInput
-MODES = ("eager", "compile", "graph")
 
 _CPU_BATCH_TOKENS = 2048
 _CUDA_BATCH_TOKENS = 65536
 # Up to so many tokens a forward pass costs about the same, so one mixed batch beats two.
 _ONE_BATCH_TOKENS = 1024
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunnerStats:
-    """What the runner did so far.
-
-    Attributes:
-        mode, device, attention: what was chosen when it was loaded.
-        graph_hits, embeds_graph_hits: batches that went through the ids graph and the embeds graph.
-        eager_fallbacks: batches that fitted no bucket.
-        recompiles: compilations beyond the first of each entry point.
-        captured: buckets captured so far, by path.
-        bytes: bytes of the weights, and of the device memory that torch holds.
-    """
-
-    mode: str
-    device: str
-    attention: str
-    graph_hits: int
-    embeds_graph_hits: int
-    eager_fallbacks: int
-    recompiles: int
-    captured: dict[str, list[dict[str, int]]]
-    bytes: dict[str, int]
-
-
-class _Executor(Protocol):
-    stats: GraphStats
-
-    def run(self, batch: PackedBatch) -> GraphOutput: ...
-
-    def vectors(self, batch: PackedBatch) -> Tensor: ...
-
-
-class _Direct:
-    """Runs the entry points without graphs: mode eager and mode compile."""
-
-    def __init__(
-        self,
-        run_ids: Callable[..., GraphOutput],
-        run_embeds: Callable[..., GraphOutput],
-        device: torch.device,
-    ):
-        self.stats = GraphStats()
-        self._run_ids, self._run_embeds, self._device = run_ids, run_embeds, device
-
-    def run(self, batch: PackedBatch) -> GraphOutput:
-        run = self._run_embeds if isinstance(batch, EmbedsBatch) else self._run_ids
-        with torch.inference_mode(), on_device(self._device):
-            return run(*batch.to(self._device).args())
-
-    def vectors(self, batch: PackedBatch) -> Tensor:
-        return self.run(batch).vectors
 
 
 class Runner:
@@ -99,9 +46,14 @@ class Runner:
         self.artifact, self.device, self.mode = artifact, device, mode
         self.attention, backend = choose_backend(manifest.spec.attentions, device, artifact.dtype, attention)
         self.model = build_encoder(manifest.spec, backend)
-        shapes = {name: parameter.shape for name, parameter in self.model.named_parameters()}
-        fill(self.model, artifact.weights(shapes), device)
-        self._weight_bytes = sum(p.nbytes for p in self.model.parameters())
+        self.head = build_head(manifest.head, device, skips=not manifest.pipeline.include_prompt)
+        parts = nn.ModuleDict({"encoder": self.model, "head": self.head})
+        shapes = {name.removeprefix("encoder."): p.shape for name, p in parts.named_parameters()}
+        weights = artifact.weights(shapes)
+        fill(self.model, {n: w for n, w in weights.items() if not n.startswith("head.")}, device)
+        fill(self.head, {n[5:]: w for n, w in weights.items() if n.startswith("head.")}, device)
+        self.head.use_float32_for_vectors()
+        self._weight_bytes = sum(p.nbytes for p in parts.parameters())
         if can_pack(device, artifact.dtype):
             pack_linears(self.model)
         self.limits = Limits(
@@ -138,30 +90,41 @@ class Runner:
         Raises:
             InputError: an input, a prompt name or `truncate_dim` is not acceptable.
         """
-        dim = self.artifact.manifest.spec.hidden
+        if self.artifact.manifest.task != "embed":
+            raise self._wrong_task("embed", "embed")
+        dim = self.artifact.manifest.head.width
         if truncate_dim is not None and (type(truncate_dim) is not int or not 1 <= truncate_dim <= dim):
             raise InputError(f"truncate_dim = {truncate_dim!r}, expected a whole number, 1 … {dim}")
-        rows = self.rows(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt))
-        result = torch.empty(len(rows), dim, device=self.device)
+        vectors = self._vectors(self.rows(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt)))
+        return vectors[:, :truncate_dim].contiguous() if truncate_dim is not None else vectors
+
+    def _vectors(self, rows: list[Row]) -> Tensor:
+        """float32 [rows, V] on the CPU, in the rows' order; rows without tokens are zero."""
+        width = self.artifact.manifest.head.width
+        result = torch.empty(len(rows), width, device=self.device)
         order: list[int] = []
         for members, batch in self._batches(rows):
             result[len(order) : len(order) + len(members)] = self._executor.vectors(batch)
             order += members
-        unsorted = torch.zeros(len(rows), dim)  # rows without tokens stay zero
+        unsorted = torch.zeros(len(rows), width)
         unsorted[order] = result[: len(order)].cpu()
-        return unsorted[:, :truncate_dim].contiguous() if truncate_dim is not None else unsorted
+        return unsorted
 
     def token_states(
         self, inputs: Input | Sequence[Input], prompt_name: str | None = None, prompt: str | None = None
     ) -> list[Tensor]:
         """Return the last layer's states of each input's tokens: [tokens, hidden] each, on the CPU."""
         rows = self.rows(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt))
-        states: list[Tensor] = [torch.empty(0, self.artifact.manifest.spec.hidden, dtype=self.limits.dtype)] * len(rows)
+        return self._per_token(rows, self.artifact.manifest.spec.hidden, lambda output: output.states)
+
+    def _per_token(self, rows: list[Row], width: int, choose: Callable[[Output], Tensor]) -> list[Tensor]:
+        """What `choose` takes from an output, for each row: [tokens, width] on the CPU, in the rows' order."""
+        found: list[Tensor] = [torch.empty(0, width, dtype=self.limits.dtype)] * len(rows)
         for members, batch in self._batches(rows):
-            pieces = self._executor.run(batch).states.cpu().split(batch.cu_seqlens.diff().tolist())
+            pieces = choose(self._executor.run(batch)).cpu().split(batch.cu_seqlens.diff().tolist())
             for member, piece in zip(members, pieces, strict=True):
-                states[member] = piece.clone()
-        return states
+                found[member] = piece.clone()
+        return found
 
     def embed_tokens(self, ids: TokenIds | Sequence[int] | Tensor) -> Tensor:
         """The seam: what `PromptEmbeds` callers must pass for these ids. [tokens, seam width], on the device."""
@@ -169,16 +132,63 @@ class Runner:
         with torch.no_grad():
             return self.model.embed_tokens(torch.from_numpy(row.ids).to(self.device))
 
-    def score(self, pairs: Sequence[tuple[str, str]], activation: bool = True) -> Tensor:
-        """Score pairs of texts; needs an artifact of task `rerank`."""
-        raise self._wrong_task("score", "rerank")
+    def score(
+        self,
+        pairs: Sequence[Pair | RowInput],
+        activation: bool = True,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+    ) -> Tensor:
+        """Score pairs as sentence-transformers' `CrossEncoder.predict` does; needs an artifact of task `rerank`.
 
-    def classify(self, inputs: Input | Sequence[Input]) -> Any:
-        """Classify inputs; needs an artifact of task `classify`."""
-        raise self._wrong_task("classify", "classify")
+        Args:
+            pairs: pairs of texts; or a pair as token ids or embeddings of one sequence, segments included.
+            activation: apply the checkpoint's activation (in float32); False gives the raw logits.
+            prompt_name, prompt: as in `embed`; a prompt is put in front of the first text of each pair.
+
+        Returns:
+            float32 [pairs] on the CPU; [pairs, labels] for a checkpoint with several labels.
+
+        Raises:
+            InputError: an input is no pair, or not acceptable.
+            UnsupportedError: the artifact was converted for another task.
+        """
+        scoring = self._scoring("score", "rerank")
+        text = self.artifact.manifest.pipeline.prompt(prompt_name, prompt)
+        logits = self._vectors(self._full_rows(pairs, text, pairs_only=True))
+        if activation and scoring.activation == "sigmoid":
+            logits = torch.sigmoid(logits)
+        return logits[:, 0] if len(scoring.labels) == 1 else logits
+
+    def classify(self, inputs: Input | Pair | Sequence[Input | Pair]) -> Classification:
+        """Classify texts, pairs of texts, or other inputs; needs an artifact of task `classify`.
+
+        Raises:
+            InputError: an input is not acceptable.
+            UnsupportedError: the artifact was converted for another task.
+        """
+        scoring = self._scoring("classify", "classify")
+        return Classification.of(self._vectors(self._full_rows(inputs, "")), scoring)
+
+    def classify_tokens(self, inputs: Input | Sequence[Input]) -> list[TokenClassification]:
+        """Classify each token of each input; needs an artifact of task `token-classify`.
+
+        Raises:
+            InputError: an input is not acceptable.
+            UnsupportedError: the artifact was converted for another task.
+        """
+        scoring = self._scoring("classify_tokens", "token-classify")
+        items: list[Any] = [inputs] if isinstance(inputs, str | RowInput) else list(inputs)
+        logits = self._per_token(self.rows(items, ""), len(scoring.labels), lambda output: output.tokens)
+        places = self._texts.places({k: item for k, item in enumerate(items) if isinstance(item, str)})
+        return [TokenClassification.of(x.float(), scoring, places.get(k)) for k, x in enumerate(logits)]
 
     def generate(self, inputs: Input | Sequence[Input], max_new_tokens: int, **options: Any) -> list[Any]:
-        """Generate text; needs an artifact of task `generate`."""
+        """Generate text; needs an artifact of task `generate`, which no recipe makes yet.
+
+        Raises:
+            UnsupportedError: always.
+        """
         raise self._wrong_task("generate", "generate")
 
     @property
@@ -221,19 +231,18 @@ class Runner:
             return pack_embeds(rows, start, self.limits.width, self.limits.dtype, self.device, pad)
         return pack(rows, start, pad)
 
-    def run(self, batch: PackedBatch) -> GraphOutput:
-        """Run one packed batch: states [T, D] and vectors float32 [S, D], on the device, in memory of their own.
+    def run(self, batch: PackedBatch) -> Output:
+        """Run one packed batch: see `toolkit.nn.head.Output`; on the device, in memory of its own.
 
         They are inference tensors: clone them outside of `torch.inference_mode()` to use them with autograd.
         """
         return self._executor.run(batch)
 
-    def _build_executor(self) -> "_Executor":
-        spec, pipeline = self.artifact.manifest.spec, self.artifact.manifest.pipeline
-        pooler = Pooler(pipeline.pooling, pipeline.normalize, self.device)
-        ids, embeds = (_with_pooling(self._entry_point(name), pooler) for name in ("forward_ids", "forward_embeds"))
+    def _build_executor(self) -> Executor:
+        spec = self.artifact.manifest.spec
+        ids, embeds = (_with_head(self._entry_point(name), self.head) for name in ("forward_ids", "forward_embeds"))
         if self.mode != "graph":
-            return _Direct(ids, embeds, self.device)
+            return Direct(ids, embeds, self.device)
         return GraphPair(
             ids,
             embeds,
@@ -250,24 +259,40 @@ class Runner:
         self._compiled[name] = compile_entry_point(self.model, name, sizes)
         return self._compiled[name]
 
-    def rows(self, inputs: Input | Sequence[Input], prompt: str) -> list[Row]:
-        """Tokenize and check, in the caller's order."""
+    def _full_rows(self, inputs: Any, prompt: str, *, pairs_only: bool = False) -> list[Row]:
+        """Like `rows`, for tasks that cannot do without tokens."""
+        rows = self.rows(inputs, prompt, pairs_only=pairs_only)
+        empty = next((number for number, row in enumerate(rows) if not len(row)), None)
+        if empty is not None:
+            raise InputError(f"input {empty} has no tokens: there is nothing to score")
+        return rows
+
+    def rows(
+        self, inputs: Input | Pair | Sequence[Input | Pair], prompt: str, *, pairs_only: bool = False
+    ) -> list[Row]:
+        """Tokenize and check, in the caller's order; a tuple of two texts is a pair."""
         if not isinstance(inputs, RowInput | Iterable):
             raise InputError(f"inputs are a {type(inputs).__name__}, expected an input or a sequence of them")
-        items: list[Any] = [inputs] if isinstance(inputs, str | RowInput) else list(inputs)
-        texts: dict[int, str] = {}
+        single = isinstance(inputs, str | RowInput) or (_is_pair(inputs) and isinstance(inputs, tuple))
+        items: list[Any] = [inputs] if single else list(inputs)  # type: ignore[arg-type]
+        texts: dict[int, str | Pair] = {}
         rows: list[Row | None] = [None] * len(items)
         for number, item in enumerate(items):
-            if isinstance(item, str):
+            if isinstance(item, str) and not pairs_only:
                 texts[number] = prompt + item
+            elif _is_pair(item):
+                texts[number] = (prompt + item[0], item[1])
             elif isinstance(item, TokenIds | PromptEmbeds | MixedPrompt):
                 rows[number] = check_row(item, self.limits, f"input {number}")
             else:
+                texts_are = "a pair of texts" if pairs_only else "str"
                 raise InputError(
-                    f"input {number} is a {type(item).__name__}, expected str, TokenIds, PromptEmbeds or MixedPrompt"
+                    f"input {number} is a {type(item).__name__}, expected {texts_are}, TokenIds, PromptEmbeds or "
+                    "MixedPrompt"
                 )
+        skip = self._texts.prompt_length(prompt) if self.head.skips else 0
         for number, row in self._texts.encode(texts).items():
-            rows[number] = row
+            rows[number] = replace(row, skip=min(skip, len(row)))
         return [row for row in rows if row is not None]
 
     def _batches(self, rows: list[Row]) -> Iterator[tuple[list[int], PackedBatch]]:
@@ -296,6 +321,12 @@ class Runner:
         if group:
             yield group
 
+    def _scoring(self, method: str, task: str) -> Scoring:
+        scoring = self.artifact.manifest.scoring
+        if self.artifact.manifest.task != task or scoring is None:
+            raise self._wrong_task(method, task)
+        return scoring
+
     def _wrong_task(self, method: str, task: str) -> UnsupportedError:
         return UnsupportedError(
             f"{method} needs an artifact of task {task!r}; {self.artifact.folder} was converted for "
@@ -303,59 +334,25 @@ class Runner:
         )
 
 
-def _with_pooling(states: Callable[..., Tensor], pooler: Pooler) -> Callable[..., GraphOutput]:
-    def run(ids: Tensor, positions: Tensor, segments: Tensor, cu_seqlens: Tensor, *rest: Tensor) -> GraphOutput:
-        states_TD = states(ids, positions, segments, cu_seqlens, *rest)
-        return GraphOutput(states=states_TD, vectors=pooler(states_TD, cu_seqlens))
+def _is_pair(item: object) -> TypeGuard[Pair]:
+    return isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(text, str) for text in item)
+
+
+def _with_head(states: Callable[..., Tensor], head: Head) -> Callable[..., Output]:
+    """Over the tensors of a batch: the encoder's entry point takes all but `skip`, which is the head's."""
+
+    def run(
+        ids: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        cu_seqlens: Tensor,
+        max_len: Tensor,
+        skip: Tensor,
+        *rest: Tensor,
+    ) -> Output:
+        return head(states(ids, positions, segments, cu_seqlens, max_len, *rest), cu_seqlens, skip)
 
     return run
-
-
-def resolve_device(device: str) -> torch.device:
-    """Return the device that a name means; "auto" is CUDA if there is one.
-
-    Raises:
-        InputError: there is no such device.
-    """
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        resolved = torch.device(device)
-    except RuntimeError:
-        raise InputError(f"device {device!r} is no torch device; use auto, cpu, cuda or cuda:N") from None
-    if resolved.type not in ("cpu", "cuda"):
-        raise InputError(f"device {device!r} is not supported; use auto, cpu or cuda")
-    if resolved.type == "cuda" and (resolved.index or 0) >= torch.cuda.device_count():
-        raise InputError(f"device {device!r} is not there; torch sees {torch.cuda.device_count()} CUDA devices")
-    if resolved.type == "cuda" and resolved.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return resolved
-
-
-def resolve_mode(mode: str, device: torch.device) -> str:
-    """Return the mode that a name means; "auto" is the best that the device has.
-
-    That is graph on CUDA and compile on a CPU. Without a compiler it is eager, with a warning.
-
-    Raises:
-        InputError: there is no such mode.
-    """
-    if mode != "auto" and mode not in MODES:
-        raise InputError(f"mode {mode!r} is unknown; use auto, {', '.join(MODES)}")
-    if mode != "auto":
-        return mode
-    best, reason = best_mode(device)
-    if reason is not None:
-        warnings.warn(f"running in eager mode: {reason}", stacklevel=3)
-    return best
-
-
-def best_mode(device: torch.device) -> tuple[str, str | None]:
-    """Return the mode that "auto" means on a device; if it is eager, the reason why it is no better."""
-    reason = why_no_compiler(device)
-    if reason is not None:
-        return "eager", reason
-    return ("graph" if device.type == "cuda" else "compile"), None
 
 
 def load(

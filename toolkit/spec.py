@@ -17,12 +17,20 @@ __all__ = [
     "BlockSpec",
     "BucketBiasSpec",
     "DisentangledSpec",
+    "DenseStep",
     "DistanceSpec",
     "EmbeddingSpec",
     "EncoderSpec",
+    "HeadSpec",
     "MlpSpec",
     "NormSpec",
+    "NormStep",
+    "NormalizeStep",
+    "Place",
+    "PoolingStep",
     "RopeSpec",
+    "Step",
+    "self_attention",
     "stack",
 ]
 
@@ -140,6 +148,20 @@ class AttentionSpec:
     distance: DistanceSpec | None = None
 
 
+def self_attention(heads: int, head_dim: int, *, bias: bool, rope: RopeSpec | None = None) -> AttentionSpec:
+    """The usual attention of an encoder: as many key/value heads, scores over the root of the head size."""
+    return AttentionSpec(
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        scale=head_dim**-0.5,
+        causal=False,
+        bias=bias,
+        out_bias=bias,
+        rope=rope,
+    )
+
+
 @dataclass(frozen=True, kw_only=True)
 class MlpSpec:
     """Two linear layers with an activation between them.
@@ -160,11 +182,12 @@ class BlockSpec:
     """One layer, whose weights are called `blocks.NAME`.
 
     The norm comes after each residual addition ("post"), before each branch ("pre"), or before and after each branch
-    ("sandwich"). `attention_norm` is False where the first norm is left out.
+    ("sandwich"). In "post_twice" the sum after attention is normalised, added to the layer's input once more and
+    normalised again. `attention_norm` is False where the first norm is left out.
     """
 
     name: str = "0"
-    arrangement: Literal["post", "pre", "sandwich"]
+    arrangement: Literal["post", "post_twice", "pre", "sandwich"]
     attention: AttentionSpec
     mlp: MlpSpec
     norm: NormSpec
@@ -193,6 +216,78 @@ class EncoderSpec:
 
     @classmethod
     def from_dict(cls, data: dict[str, Any]) -> "EncoderSpec":
+        """Inverse of `to_dict`; missing or unknown keys raise TypeError."""
+        return _build(cls, data)
+
+
+Place = Literal["vectors", "tokens"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolingStep:
+    """One vector a sequence from its token states; several modes are concatenated in this order."""
+
+    kind: Literal["pooling"] = "pooling"
+    modes: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseStep:
+    """A linear layer on the vectors or on each token, with an activation; `residual` adds the input to the result.
+
+    Its weights are called `head.steps.NAME`; without a name, by the step's number.
+    """
+
+    kind: Literal["dense"] = "dense"
+    name: str = ""
+    on: Place
+    inputs: int
+    outputs: int
+    bias: bool
+    activation: Activation | Literal["identity", "sigmoid"] = "identity"
+    residual: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormStep:
+    """Normalisation with learned weights, called as a DenseStep's are."""
+
+    kind: Literal["norm"] = "norm"
+    name: str = ""
+    on: Place
+    width: int
+    norm: NormSpec
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormalizeStep:
+    """Scale to length 1."""
+
+    kind: Literal["normalize"] = "normalize"
+    on: Place
+
+
+Step = PoolingStep | DenseStep | NormStep | NormalizeStep
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadSpec:
+    """What becomes of the token states, step by step.
+
+    `width` is that of the vectors, 0 if there are none; `token_width` that of what each token ends as, 0 if tokens
+    keep their states.
+    """
+
+    steps: tuple[Step, ...]
+    width: int
+    token_width: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts, for JSON."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "HeadSpec":
         """Inverse of `to_dict`; missing or unknown keys raise TypeError."""
         return _build(cls, data)
 

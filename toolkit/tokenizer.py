@@ -7,7 +7,7 @@ is needed.
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from tokenizers import Encoding, Tokenizer
@@ -16,9 +16,10 @@ from toolkit.checkpoint import Checkpoint
 from toolkit.errors import ArtifactError, CheckpointError, InputError, UnsupportedError
 from toolkit.inputs import Limits, Row
 
+Pair = tuple[str, str]
 UNLIMITED = 10**30  # what transformers stores for "no limit"
 
-__all__ = ["TextEncoder", "TokenizerSpec", "read_tokenizer", "text_limit"]
+__all__ = ["Pair", "Place", "TextEncoder", "TokenizerSpec", "read_tokenizer", "text_limit"]
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -40,16 +41,23 @@ TOKENIZER_FILES = (
 class TokenizerSpec:
     """How texts become ids: at most `limit` tokens, special tokens included, cut at `side`.
 
-    `segments` says whether the tokenizer emits segment ids; if not, they are zeros.
+    `segments` says whether the tokenizer emits segment ids; if not, they are zeros. `special_ids` are the ids of
+    special tokens.
     """
 
     limit: int
     side: str
     segments: bool
+    special_ids: tuple[int, ...]
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, for JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "TokenizerSpec":
+        """Inverse of `to_dict`; missing or unknown keys raise TypeError or KeyError."""
+        return cls(**{**data, "special_ids": tuple(data["special_ids"])})
 
 
 def text_limit(configured: int | None, tokenizer_limit: int, positions: int, usable: int) -> tuple[int, list[str]]:
@@ -129,6 +137,15 @@ def _add_lower_case(backend: Tokenizer) -> None:
         backend.normalizer = Sequence([Lowercase(), *steps])
 
 
+class Place(NamedTuple):
+    """Where a token comes from: characters `start` to `end` of the text, and the number of its word, if it has one."""
+
+    start: int
+    end: int
+    word: int | None
+    special: bool
+
+
 class TextEncoder:
     """Texts to rows of token ids, with the artifact's tokenizer.
 
@@ -146,8 +163,8 @@ class TextEncoder:
         self._tokenizer.enable_truncation(spec.limit, direction=spec.side)
         self._spec, self._limits = spec, limits
 
-    def encode(self, texts: Mapping[int, str]) -> dict[int, Row]:
-        """Tokenize texts, given by their number among the inputs.
+    def encode(self, texts: Mapping[int, str | Pair]) -> dict[int, Row]:
+        """Tokenize texts and pairs of texts, given by their number among the inputs.
 
         A text may give an empty row if the tokenizer adds no special tokens.
 
@@ -157,11 +174,33 @@ class TextEncoder:
         """
         for number, text in texts.items():
             try:
-                text.encode()
+                for part in (text,) if isinstance(text, str) else text:
+                    part.encode()
             except UnicodeEncodeError as error:
                 raise InputError(f"input {number}: not valid Unicode ({error.reason})") from None
         encodings = self._tokenizer.encode_batch_fast(list(texts.values()))
         return {number: self._row(number, encoding) for number, encoding in zip(texts, encodings, strict=True)}
+
+    def places(self, texts: Mapping[int, str]) -> dict[int, list[Place]]:
+        """Where each token of each text comes from, by the text's number."""
+        encodings = self._tokenizer.encode_batch(list(texts.values()))
+        return {
+            number: [
+                Place(start=start, end=end, word=word, special=bool(special))
+                for (start, end), word, special in zip(
+                    encoding.offsets, encoding.word_ids, encoding.special_tokens_mask, strict=True
+                )
+            ]
+            for number, encoding in zip(texts, encodings, strict=True)
+        }
+
+    def prompt_length(self, prompt: str) -> int:
+        """How many tokens of a text that begins with `prompt` are the prompt's, as sentence-transformers counts.
+
+        Those of the prompt alone, less a special token at their end.
+        """
+        ids = self._tokenizer.encode(prompt).ids if prompt else []
+        return len(ids) - (bool(ids) and ids[-1] in self._spec.special_ids)
 
     def _row(self, number: int, encoding: Encoding) -> Row:
         ids = np.array(encoding.ids, np.int32)

@@ -7,15 +7,15 @@ the module is filled exactly once, and the audit of both goes into the artifact.
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import torch
 
 from toolkit.checkpoint import TensorSet
-from toolkit.errors import CheckpointError
+from toolkit.errors import CheckpointError, UnsupportedError
 
-__all__ = ["AuditEntry", "LoadedWeights", "Rule", "drop", "fuse", "load_weights", "rename"]
+__all__ = ["AuditEntry", "LoadedWeights", "Rule", "copy", "drop", "either", "fuse", "load_weights", "refuse", "rename"]
 
 PartShapes = tuple[tuple[int, ...], ...]
 
@@ -30,12 +30,18 @@ class Rule:
     """One line of a recipe. `target` is None for a drop; `part` sources are concatenated along dim 0.
 
     `outside` marks tensors beside the base model (heads): their names never carry the base model's prefix.
+    `copy` marks a further name of a parameter that may be stored under both, with equal values. `unused` says why a
+    tensor is left out where the module has no such parameter; without a reason that is an error. `refused` stops a
+    conversion for the reason `why`.
     """
 
     target: str | None
     sources: tuple[str, ...]
     why: str
     outside: bool = False
+    copy: bool = False
+    unused: str = ""
+    refused: bool = False
 
     def match(self, name: str) -> tuple[int, dict[str, str]] | None:
         """Return which source of this rule `name` is, and what the holes stand for."""
@@ -51,9 +57,9 @@ def _pattern(source: str) -> re.Pattern[str]:
     return re.compile("".join(_HOLES.get(piece) or re.escape(piece) for piece in pieces))
 
 
-def rename(target: str, source: str) -> Rule:
-    """One stored tensor becomes one parameter."""
-    return Rule(target=target, sources=(source,), why="")
+def rename(target: str, source: str, *, unused: str = "", outside: bool = False) -> Rule:
+    """One stored tensor becomes one parameter; `unused` and `outside` as in Rule."""
+    return Rule(target=target, sources=(source,), why="", unused=unused, outside=outside)
 
 
 def fuse(target: str, *sources: str) -> Rule:
@@ -61,9 +67,24 @@ def fuse(target: str, *sources: str) -> Rule:
     return Rule(target=target, sources=sources, why="")
 
 
+def copy(target: str, source: str) -> Rule:
+    """Like `rename`, for a further name of a tied parameter; where both are stored they must be equal."""
+    return Rule(target=target, sources=(source,), why="", copy=True)
+
+
 def drop(source: str, *, why: str, outside: bool = False) -> Rule:
     """A stored tensor is left out on purpose; `why` goes into the audit."""
     return Rule(target=None, sources=(source,), why=why, outside=outside)
+
+
+def either(target: str, *sources: str) -> tuple[Rule, ...]:
+    """One `rename` for each name that checkpoints may store a parameter under."""
+    return tuple(rename(target, source) for source in sources)
+
+
+def refuse(source: str, *, why: str) -> Rule:
+    """A stored tensor of a variant that is not supported: the error gives the reason `why`."""
+    return Rule(target=None, sources=(source,), why=why, refused=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +145,7 @@ def load_weights(
     Raises:
         CheckpointError: a tensor is missing, extra, misshapen, ambiguous, or does not fit `dtype`.
     """
-    placed = _place_all(tensors, rules, prefixes, aliases, expected)
+    placed = _settle_copies(tensors, _place_all(tensors, rules, prefixes, aliases, expected))
     by_target: dict[str, dict[int, _Placed]] = {}
     for item in placed:
         if item.target is not None:
@@ -158,7 +179,7 @@ def _place_all(
         gaps = min(missing, key=len)
         shown = ", ".join(repr(name) for name in gaps[:3]) + (f" and {len(gaps) - 3} more" if len(gaps) > 3 else "")
         raise CheckpointError(f"missing tensor: {shown}; the checkpoint is incomplete or of another architecture")
-    placed = complete[0]
+    placed = [_leave_out(item, expected) for item in complete[0]]
     unknown = sorted(set(names) - {item.stored for item in placed})
     if unknown:
         shown = ", ".join(repr(name) for name in unknown[:3])
@@ -169,6 +190,27 @@ def _place_all(
         if item.target is not None and item.target not in expected:
             raise CheckpointError(f"unexpected tensor: {item.stored!r}; config.json describes no {item.target!r}")
     return placed
+
+
+def _leave_out(item: _Placed, expected: Mapping[str, PartShapes]) -> _Placed:
+    """Drop what the module has no place for, if the rule has a reason."""
+    if item.target is None or item.target in expected or not item.rule.unused:
+        return item
+    return replace(item, target=None, why=item.rule.unused)
+
+
+def _settle_copies(tensors: TensorSet, placed: list[_Placed]) -> list[_Placed]:
+    """Drop the copies of what is stored under its first name too, after comparing them."""
+    first = {item.target: item for item in placed if not item.rule.copy}
+    settled: list[_Placed] = []
+    for item in placed:
+        if item.rule.copy and item.target in first:
+            names = first[item.target].stored, item.stored
+            if not torch.equal(*map(tensors.read, names)):
+                raise CheckpointError(f"tensors {names[0]!r} and {names[1]!r} are the same parameter, but they differ")
+            item = replace(item, target=None, why=f"a copy of {names[0]!r}, with equal values")
+        settled.append(item)
+    return settled
 
 
 def _read_names(
@@ -189,6 +231,8 @@ def _read_names(
                 continue
             found = rule.match(name if rule.outside else inner)
             if found is not None:
+                if rule.refused:
+                    raise UnsupportedError(f"tensor {stored!r}: {rule.why}")
                 target = _fill(rule.target, found[1]) if rule.target else None
                 hits.append(_Placed(stored=stored, rule=rule, part=found[0], target=target, why=rule.why or why))
         if len(hits) > 1:
@@ -206,19 +250,22 @@ def _fill(target: str, holes: Mapping[str, str]) -> str:
 def _missing(placed: list[_Placed], rules: tuple[Rule, ...], expected: Mapping[str, PartShapes]) -> list[str]:
     """Source names that the expected parameters need and `placed` does not have.
 
-    Where several rules fill a parameter, the stored names decide which one it is.
+    Where several rules fill a parameter, the stored names decide which one it is: one that is used elsewhere too, if
+    possible, so that the names are in the checkpoint's own spelling.
     """
     have = {(item.target, item.rule, item.part) for item in placed}
+    used = {item.rule for item in placed}
     gaps: list[str] = []
     for target in expected:
-        missing: list[list[str]] = []
+        missing: list[tuple[bool, list[str]]] = []
         for rule in rules:
             found = _pattern(rule.target).fullmatch(target) if rule.target else None
             if found is not None:
                 sources = [_fill(source, found.groupdict()) for source in rule.sources]
-                missing.append([s for part, s in enumerate(sources) if (target, rule, part) not in have])
+                gap = [s for part, s in enumerate(sources) if (target, rule, part) not in have]
+                missing.append((rule not in used, gap))
         assert missing, f"no rule of the recipe fills the parameter {target!r}"
-        gaps += min(missing, key=len)
+        gaps += min(missing, key=lambda choice: (choice[0], len(choice[1])))[1]
     return gaps
 
 
@@ -227,6 +274,9 @@ def _assemble(tensors: TensorSet, parts: Mapping[int, _Placed], shapes: PartShap
     stored = [tensors.info[parts[k].stored] for k in sorted(parts)]
     if len(stored) == 1:  # fused already in the checkpoint
         shapes = ((sum(shape[0] for shape in shapes), *shapes[0][1:]),)
+    if len(stored) != len(shapes):
+        names = ", ".join(repr(info.name) for info in stored)
+        raise CheckpointError(f"tensors {names} are {len(stored)} parts of what config.json describes in {len(shapes)}")
     for info, shape in zip(stored, shapes, strict=True):
         if info.shape != shape:
             raise CheckpointError(f"tensor {info.name!r} has shape {info.shape}, config.json asks for {shape}")

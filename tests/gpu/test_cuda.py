@@ -8,25 +8,42 @@ import pytest
 import torch
 
 import toolkit
+from tests.test_scoring import make_classifier
 from tests.tiny import make_checkpoint
 from toolkit import MixedPrompt, PromptEmbeds, TokenIds
 from toolkit.attention import BACKENDS
+from toolkit.devices import resolve_mode
 from toolkit.inputs import Row, check_row
-from toolkit.nn.pooling import Pooler
+from toolkit.nn.head import Pooling
 from toolkit.parity import verify_folder
-from toolkit.registry import all_recipes
-from toolkit.runner import Runner, resolve_mode
+from toolkit.recipe import Recipe
+from toolkit.registry import all_recipes, find_recipe
+from toolkit.runner import Runner
 from toolkit.toolchain import why_no_compiler
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
-@pytest.mark.parametrize("model_type", [entry.recipe.model_type for entry in all_recipes()])
-def test_parity_in_every_mode(model_type: str, dtype: str, tmp_path: Path) -> None:
-    recipe = next(entry.recipe for entry in all_recipes() if entry.recipe.model_type == model_type)
-    checkpoint = make_checkpoint(tmp_path / "checkpoint", recipe)
-    report = toolkit.convert(str(checkpoint), tmp_path / "out", dtype=dtype, device="cuda").parity
+def test_parity_in_every_mode(dtype: str, bert_checkpoint: Path, tmp_path: Path) -> None:
+    report = toolkit.convert(str(bert_checkpoint), tmp_path / "out", dtype=dtype, device="cuda").parity
     assert report.passed, report.summary()
     assert {cell.mode for cell in report.cells} == {"eager", "compile", "graph"}
+
+
+@pytest.mark.parametrize("recipe", [entry.recipe for entry in all_recipes()], ids=lambda recipe: recipe.label)
+def test_every_family_in_graphs(recipe: Recipe, tmp_path: Path) -> None:
+    """bfloat16: ids, embeds and mixed inputs through captured graphs, beside the reference."""
+    checkpoint = make_checkpoint(tmp_path / "checkpoint", recipe)
+    toolkit.convert(str(checkpoint), tmp_path / "out", dtype="bfloat16", verify=False)
+    report = verify_folder(tmp_path / "out", checkpoint, device="cuda", modes=["graph"])
+    assert report.passed, report.summary()
+
+
+def test_a_reranker_in_graphs(tmp_path: Path) -> None:
+    """G3: pairs through the ids graph, the head and its activation in float32."""
+    checkpoint = make_classifier(tmp_path / "checkpoint", find_recipe("bert").recipe)
+    toolkit.convert(str(checkpoint), tmp_path / "out", dtype="bfloat16", verify=False)
+    report = verify_folder(tmp_path / "out", checkpoint, device="cuda", modes=["graph"])
+    assert report.passed, report.summary()
 
 
 def random_rows(runner: Runner, draw: random.Random, count: int, embeds: bool) -> list[Row]:
@@ -217,7 +234,7 @@ def test_without_a_c_compiler_the_mode_is_eager(monkeypatch: pytest.MonkeyPatch)
     assert "apt-get install gcc" in reason
     with pytest.warns(UserWarning, match="no C compiler"):
         assert resolve_mode("auto", torch.device("cuda")) == "eager"
-    assert Pooler("mean", True, torch.device("cuda")).pool_fused is None
+    assert Pooling(("mean",), True, torch.device("cuda")).fused is None
 
 
 def test_load_chooses_graphs(cuda_artifact: Path) -> None:

@@ -3,7 +3,7 @@ from itertools import pairwise
 import pytest
 import torch
 
-from toolkit.nn.pooling import Pooler
+from toolkit.nn.head import Pooling
 
 CUDA = torch.device("cuda")
 
@@ -16,9 +16,9 @@ def test_the_kernel_equals_plain_torch(hidden: int, dtype: torch.dtype, normaliz
     states = (torch.randn(5000, hidden, device=CUDA) + 3).to(dtype)
     states[4900:] = float("nan")
     offsets = torch.tensor([0, 1, 1, 33, 4900, 4900, 4900], dtype=torch.int32, device=CUDA)
-    ours = Pooler("mean", normalize, CUDA)
-    assert ours.pool_fused is not None
-    vectors = ours(states, offsets)
+    ours = Pooling(("mean",), normalize, CUDA)
+    assert ours.fused is not None
+    vectors = ours(states, offsets, None)
     bounds = offsets.tolist()
     exact = torch.stack([states[a:b].double().sum(0) / max(b - a, 1) for a, b in pairwise(bounds)])
     if normalize:
@@ -30,4 +30,4 @@ def test_the_kernel_equals_plain_torch(hidden: int, dtype: torch.dtype, normaliz
 
 def test_no_sequences() -> None:
     offsets = torch.zeros(1, dtype=torch.int32, device=CUDA)
-    assert Pooler("mean", True, CUDA)(torch.randn(3, 8, device=CUDA), offsets).shape == (0, 8)
+    assert Pooling(("mean",), True, CUDA)(torch.randn(3, 8, device=CUDA), offsets, None).shape == (0, 8)

@@ -17,9 +17,9 @@ def test_rows_do_not_see_each_other() -> None:
     model = tiny_model()
     rows = random_rows([5, 1, 9, 24, 1, 2], model.spec.embedding.vocab_size)
     with torch.inference_mode():
-        together = model.forward_ids(*pack(rows, 0).args()).split([len(row) for row in rows])
+        together = model.forward_ids(*pack(rows, 0).encoder_args()).split([len(row) for row in rows])
         for row, states in zip(rows, together, strict=True):
-            assert torch.allclose(model.forward_ids(*pack([row], 0).args()), states, atol=1e-5)
+            assert torch.allclose(model.forward_ids(*pack([row], 0).encoder_args()), states, atol=1e-5)
 
 
 def test_no_padding_reaches_a_linear_layer() -> None:
@@ -30,7 +30,7 @@ def test_no_padding_reaches_a_linear_layer() -> None:
         if isinstance(module, torch.nn.Linear):
             module.register_forward_hook(lambda module, args, output: seen.append(args[0].shape[0]))
     with torch.inference_mode():
-        model.forward_ids(*pack(rows, 0).args())
+        model.forward_ids(*pack(rows, 0).encoder_args())
     assert seen
     assert set(seen) == {15}
 
@@ -41,6 +41,6 @@ def test_inference_leaves_parameters_and_buffers_alone() -> None:
     before = {name: (t.data_ptr(), t.clone()) for name, t in model.state_dict().items()}
     with torch.inference_mode():
         for lengths in ([3], [9, 24], [24] * 9):
-            model.forward_ids(*pack(random_rows(lengths, model.spec.embedding.vocab_size), 0).args())
+            model.forward_ids(*pack(random_rows(lengths, model.spec.embedding.vocab_size), 0).encoder_args())
     after = model.state_dict()
     assert all(after[name].data_ptr() == at and torch.equal(after[name], t) for name, (at, t) in before.items())

@@ -1,5 +1,4 @@
 import copy
-from itertools import pairwise
 
 import pytest
 import torch
@@ -14,7 +13,6 @@ from toolkit.nn.linear import (
     can_pack,
     pack_linears,
 )
-from toolkit.nn.pooling import POOLINGS, Pooler
 from toolkit.spec import Activation, EmbeddingSpec, NormSpec
 
 CPU = torch.device("cpu")
@@ -96,30 +94,3 @@ def test_pack_linears_reaches_every_layer_and_keeps_the_function() -> None:
 def test_packing_is_for_float32_on_the_cpu_only() -> None:
     assert not can_pack(CPU, torch.bfloat16)
     assert not can_pack(torch.device("cuda"), torch.float32)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("pooling", sorted(POOLINGS))
-def test_pooling_per_sequence_in_float32(pooling: str, dtype: torch.dtype) -> None:
-    """M1, B2: float32 accumulation, garbage in the tail and empty sequences reach nothing."""
-    states = (torch.randn(4000, 8, generator=torch.Generator().manual_seed(0)) + 50).to(dtype)
-    offsets = torch.tensor([0, 3, 3, 4, 3990, 3990], dtype=torch.int32)
-    states[3990:] = float("nan")
-    vectors = Pooler(pooling, False, CPU)(states, offsets)
-    assert vectors.dtype == torch.float32
-    for k, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        rows = states[begin:end].double()
-        exact = torch.zeros(8).double() if begin == end else rows.mean(0) if pooling == "mean" else rows[0]
-        assert torch.allclose(vectors[k].double(), exact, atol=1e-4), k
-
-
-def test_pooling_of_no_sequences() -> None:
-    for pooling in POOLINGS:
-        assert Pooler(pooling, True, CPU)(torch.randn(3, 4), torch.zeros(1, dtype=torch.int32)).shape == (0, 4)
-
-
-def test_normalisation_keeps_zero_vectors_finite() -> None:
-    """E3."""
-    vectors = Pooler("mean", True, CPU)(torch.randn(2, 4), torch.tensor([0, 0, 2], dtype=torch.int32))
-    assert vectors[0].tolist() == [0, 0, 0, 0]
-    assert vectors[1].norm().item() == pytest.approx(1)

@@ -5,6 +5,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ import toolkit
 from tests.tiny import edit_json, make_checkpoint
 from toolkit.errors import CheckpointError, InputError, MissingDependencyError, ParityError
 from toolkit.graphs import BucketLadder
-from toolkit.nn import pooling
+from toolkit.nn import head, pooling
 from toolkit.parity import TOLERANCES, Cell, ParityReport, verify_folder
 from toolkit.parity.rule import bound, max_abs
 from toolkit.registry import all_recipes
@@ -23,7 +24,7 @@ RECIPES = [entry.recipe for entry in all_recipes()]
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.model_type)
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.label)
 def test_every_recipe_passes(recipe, pooling: str, tmp_path: Path) -> None:
     """ids, embeds and mixed; alone, batched, shuffled; lengths 1, 2, limit - 1, limit; texts through the pipeline."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", recipe, pooling=pooling, normalize=pooling == "mean")
@@ -114,6 +115,10 @@ def test_a_planted_fault_fails_the_gate(fault: str, fresh: Path, bert_checkpoint
     assert not verify_folder(fresh, bert_checkpoint, device="cpu", modes=["eager"]).passed
 
 
+def without_normalize(stored: dict[str, Any]) -> dict[str, Any]:
+    return stored | {"steps": [step for step in stored["steps"] if step["kind"] != "normalize"]}
+
+
 @pytest.mark.parametrize("mode", ["mean", "cls"])
 def test_a_wrong_pooling_fails_the_gate(
     mode: str, bert_artifact: Path, bert_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
@@ -121,16 +126,16 @@ def test_a_wrong_pooling_fails_the_gate(
     """The divisor counts one token too few; the vectors are not normalised here, or it would not show."""
     original = pooling.POOLINGS["mean"]
 
-    def wrong(states: torch.Tensor, cu_seqlens: torch.Tensor) -> torch.Tensor:
-        lengths = cu_seqlens.diff()[:, None]
-        return original(states, cu_seqlens) * lengths / (lengths - 1).clamp(min=1)
+    def wrong(states: torch.Tensor, chosen: pooling.Selection) -> torch.Tensor:
+        lengths = (chosen.end - chosen.begin)[:, None]
+        return original(states, chosen) * lengths / (lengths - 1).clamp(min=1)
 
     replaced = wrong if mode == "mean" else pooling.POOLINGS["cls"]
-    monkeypatch.setattr(pooling, "POOLINGS", {**pooling.POOLINGS, "mean": replaced})
+    monkeypatch.setattr(head, "POOLINGS", {**pooling.POOLINGS, "mean": replaced})
     folder = Path(shutil.copytree(bert_artifact, bert_artifact.parent / f"pooling-{mode}"))
     checkpoint = Path(shutil.copytree(bert_checkpoint, bert_artifact.parent / f"checkpoint-{mode}"))
     manifest = json.loads((folder / "toolkit.json").read_text(encoding="utf-8"))
-    edit_json(folder / "toolkit.json", pipeline=manifest["pipeline"] | {"normalize": False})
+    edit_json(folder / "toolkit.json", head=without_normalize(manifest["head"]))
     modules = json.loads((checkpoint / "modules.json").read_text(encoding="utf-8"))
     (checkpoint / "modules.json").write_text(json.dumps(modules[:2]), encoding="utf-8")
     report = verify_folder(folder, checkpoint, device="cpu", modes=["eager"])
@@ -140,7 +145,7 @@ def test_a_wrong_pooling_fails_the_gate(
 
 def test_normalisation_left_out_fails_the_gate(fresh: Path, bert_checkpoint: Path) -> None:
     manifest = json.loads((fresh / "toolkit.json").read_text(encoding="utf-8"))
-    edit_json(fresh / "toolkit.json", pipeline=manifest["pipeline"] | {"normalize": False})
+    edit_json(fresh / "toolkit.json", head=without_normalize(manifest["head"]))
     assert not verify_folder(fresh, bert_checkpoint, device="cpu", modes=["eager"]).passed
 
 
@@ -172,7 +177,7 @@ def test_a_tokenizer_difference_is_reported_as_such(fresh: Path, bert_checkpoint
 def test_convert_fails_and_writes_nothing(
     bert_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pooling, "POOLINGS", {**pooling.POOLINGS, "mean": pooling.POOLINGS["cls"]})
+    monkeypatch.setattr(head, "POOLINGS", {**pooling.POOLINGS, "mean": pooling.POOLINGS["cls"]})
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(ParityError, match="nothing was written") as caught:
         toolkit.convert(str(bert_checkpoint), tmp_path / "out", device="cpu")

@@ -146,6 +146,8 @@ def launch(
     """
     tokens, heads, size = q_TNH.shape
     out_TNH = torch.empty((tokens, heads, size), dtype=q_TNH.dtype, device=q_TNH.device)
+    assert q_TNH.stride(2) == k_TKH.stride(2) == v_TKH.stride(2) == 1, "heads are contiguous"
+    assert all(table is None or table.is_contiguous() for table in (content_q_TNB, content_k_TNB, bias_NR))
     sequences = cu_seqlens.shape[0] - 1
     if sequences == 0 or tokens == 0:
         return out_TNH

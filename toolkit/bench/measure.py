@@ -56,6 +56,8 @@ def run_bench(
         UnsupportedError: the checkpoint has a default prompt.
     """
     artifact = Artifact.open(out)
+    if artifact.manifest.task != "embed" or artifact.manifest.reference is None:
+        raise UnsupportedError("only embedding models that transformers has a class for are measured")
     if artifact.manifest.pipeline.prompt(None, None):
         raise UnsupportedError("a checkpoint with a default prompt is not measured: not every peer would add it")
     checkpoint = find_source(artifact, source)

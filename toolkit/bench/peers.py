@@ -15,6 +15,7 @@ from torch import Tensor
 
 from toolkit.artifact import Artifact
 from toolkit.parity.references import SentenceTransformersReference, TransformersReference
+from toolkit.spec import HeadSpec, NormalizeStep, PoolingStep
 
 __all__ = ["Encode", "Peers"]
 
@@ -37,7 +38,9 @@ class Peers:
         self._onnx = None
         if device.type == "cpu" and artifact.dtype == torch.float32:
             missing = [name for name in ("onnxruntime", "onnxscript") if find_spec(name) is None]
-            if missing:
+            if not _simple(artifact.manifest.head):
+                on_stage("note: onnxruntime is measured with mean or CLS pooling only")
+            elif missing:
                 on_stage(f"note: {' and '.join(missing)} not installed, onnxruntime is not measured")
             else:
                 on_stage("exporting the source model to onnx for onnxruntime")
@@ -75,6 +78,15 @@ class Peers:
         return self._model.padded(ids, size)
 
 
+def _simple(head: HeadSpec) -> bool:
+    """Whether the vectors are a mean or the first token's state, perhaps scaled to length 1."""
+    pooling, *rest = head.steps
+    return pooling in (PoolingStep(modes=("mean",)), PoolingStep(modes=("cls",))) and rest in (
+        [],
+        [NormalizeStep(on="vectors")],
+    )
+
+
 class _OnnxPeer:
     """onnxruntime on a plain export of transformers' model, with mean pooling and normalisation in numpy."""
 
@@ -85,7 +97,9 @@ class _OnnxPeer:
         manifest = artifact.manifest
         self._tokenizer = Tokenizer.from_file(str(artifact.folder / "tokenizer.json"))
         self._tokenizer.enable_truncation(manifest.tokenizer.limit, direction=manifest.tokenizer.side)
-        self._pooling, self._normalize = manifest.pipeline.pooling, manifest.pipeline.normalize
+        pooling, *rest = manifest.head.steps
+        assert isinstance(pooling, PoolingStep)
+        self._pooling, self._normalize = pooling.modes[0], bool(rest)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = torch.get_num_threads()
         with tempfile.TemporaryDirectory() as folder:

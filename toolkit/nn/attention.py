@@ -15,7 +15,7 @@ from toolkit.nn.norm import build_norm
 from toolkit.nn.rope import rotate
 from toolkit.spec import AttentionSpec, DisentangledSpec
 
-__all__ = ["Attention", "DisentangledAttention", "Places", "build_attention"]
+__all__ = ["Attention", "DisentangledAttention", "Places", "build_attention", "match_rows"]
 
 
 class Places(NamedTuple):
@@ -74,6 +74,22 @@ class Attention(nn.Module):
         return self.backend.attend(*args, -1 if self.spec.reach is None else self.spec.reach)
 
 
+@torch.library.custom_op("toolkit::match_rows", mutates_args=())
+def match_rows(x_TNH: Tensor, rows_BNH: Tensor) -> Tensor:
+    """Dot products of each token with each row, head by head: [T, N, B], contiguous, as the backends want it.
+
+    An op of our own: the compiler's batched product would ask whether there is just one token.
+    """
+    out_TNB = x_TNH.new_empty(x_TNH.shape[0], x_TNH.shape[1], rows_BNH.shape[0])
+    torch.bmm(x_TNH.transpose(0, 1), rows_BNH.permute(1, 2, 0), out=out_TNB.transpose(0, 1))
+    return out_TNB
+
+
+@match_rows.register_fake
+def _(x_TNH: Tensor, rows_BNH: Tensor) -> Tensor:
+    return x_TNH.new_empty(x_TNH.shape[0], x_TNH.shape[1], rows_BNH.shape[0])
+
+
 class DisentangledAttention(Attention):
     """DeBERTa's attention (He et al., 2021): content against content, distance, and both ways round.
 
@@ -95,10 +111,10 @@ class DisentangledAttention(Attention):
         content_q_TNB = content_k_TNB = None
         if self.distance.c2p:
             rows_BNH = shared_BNH[:, 1] if shared_BNH is not None else self._split(self.distance_key, rows_BD)
-            content_q_TNB = torch.einsum("tnh,bnh->tnb", q_TNH * self.spec.scale, rows_BNH)
+            content_q_TNB = match_rows(q_TNH, rows_BNH * self.spec.scale)
         if self.distance.p2c:
             rows_BNH = shared_BNH[:, 0] if shared_BNH is not None else self._split(self.distance_query, rows_BD)
-            content_k_TNB = torch.einsum("tnh,bnh->tnb", k_TKH * self.spec.scale, rows_BNH)
+            content_k_TNB = match_rows(k_TKH, rows_BNH * self.spec.scale)
         return self.backend.attend_disentangled(
             q_TNH,
             k_TKH,

@@ -38,6 +38,20 @@ class PostNormBlock(nn.Module):
         return self.mlp_norm(self.mlp(x_TD) + x_TD)
 
 
+class PostTwiceNormBlock(PostNormBlock):
+    """Like PostNormBlock, but the layer's input is added a second time, to the normalised sum, and normalised again."""
+
+    def __init__(self, hidden: int, spec: BlockSpec, backend: AttentionBackend, rope: int | None) -> None:
+        super().__init__(hidden, spec, backend, rope)
+        self.attention_norm_again = build_norm(hidden, spec.norm)
+
+    def forward(self, x_TD: Tensor, places: Places) -> Tensor:
+        """[T, D] → [T, D]."""
+        once_TD = self.attention_norm(self.attention(x_TD, places) + x_TD)
+        x_TD = self.attention_norm_again(x_TD + once_TD)
+        return self.mlp_norm(self.mlp(x_TD) + x_TD)
+
+
 class PreNormBlock(nn.Module):
     """Attention and feed-forward, each over the normalised input and then added to it."""
 
@@ -68,7 +82,7 @@ class SandwichBlock(PreNormBlock):
         return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))
 
 
-_BLOCKS = {"post": PostNormBlock, "pre": PreNormBlock, "sandwich": SandwichBlock}
+_BLOCKS = {"post": PostNormBlock, "post_twice": PostTwiceNormBlock, "pre": PreNormBlock, "sandwich": SandwichBlock}
 
 
 @supports_torch_compile(

@@ -1,57 +1,105 @@
 """From token states to one vector a sequence, in float32 whatever the states' dtype.
 
+A sequence's tokens are selected by offset, never multiplied by a mask. Empty selections give zero vectors.
 Shape suffixes: T tokens (rows beyond the last sequence's end are garbage), S sequences, D hidden size.
-Empty sequences give zero vectors.
 """
 
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from toolkit.toolchain import why_no_compiler
-
-__all__ = ["POOLINGS", "Pooler"]
+__all__ = ["POOLINGS", "Selection", "select"]
 
 
-def mean(states_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """Mean over each sequence's tokens. Rows are selected by offset, never multiplied by a mask."""
-    offsets = cu_seqlens.long()
-    sum_SD = torch.segment_reduce(states_TD.float(), "sum", offsets=offsets, axis=0, unsafe=True, initial=0)
-    return sum_SD / offsets.diff().clamp(min=1)[:, None]
+class Selection(NamedTuple):
+    """Which tokens are pooled: of each sequence those from `begin` up to `end`, int64 [S] both.
 
-
-def cls(states_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
-    """State of each sequence's first token."""
-    offsets = cu_seqlens.long()
-    if states_TD.shape[0] == 0:
-        return states_TD.new_zeros(offsets.shape[0] - 1, states_TD.shape[1], dtype=torch.float32)
-    first_SD = states_TD[offsets[:-1].clamp(max=states_TD.shape[0] - 1)].float()
-    return torch.where((offsets.diff() > 0)[:, None], first_SD, 0.0)
-
-
-POOLINGS: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"mean": mean, "cls": cls}
-
-
-class Pooler(nn.Module):
-    """A pooling by name, then L2 normalisation if asked; a zero vector stays zero.
-
-    On CUDA the mean runs as one Triton kernel, if Triton can run.
+    `start` is where the sequence itself begins; `bounds` int64 are alternating begins and ends, for reductions.
     """
 
-    def __init__(self, pooling: str, normalize: bool, device: torch.device) -> None:
-        super().__init__()
-        self.pool, self.normalize = POOLINGS[pooling], normalize
-        self.pool_fused: Callable[[Tensor, Tensor, bool], Tensor] | None = None
-        if pooling == "mean" and device.type == "cuda" and why_no_compiler(device) is None:
-            from toolkit.nn.pooling_triton import pool_mean
+    start: Tensor
+    begin: Tensor
+    end: Tensor
+    bounds: Tensor
+    whole: bool
 
-            self.pool_fused = pool_mean
 
-    def forward(self, states_TD: Tensor, cu_seqlens: Tensor) -> Tensor:
-        """[T, D] → float32 [S, D]."""
-        if self.pool_fused is not None:
-            return self.pool_fused(states_TD, cu_seqlens, self.normalize)
-        vectors_SD = self.pool(states_TD, cu_seqlens)
-        return F.normalize(vectors_SD, dim=-1) if self.normalize else vectors_SD
+def select(cu_seqlens: Tensor, skip_S: Tensor | None) -> Selection:
+    """Select all tokens, or all but the first `skip` (int32 [S]) of each sequence."""
+    offsets = cu_seqlens.long()
+    start, end = offsets[:-1], offsets[1:]
+    if skip_S is None:
+        return Selection(start=start, begin=start, end=end, bounds=offsets, whole=True)
+    begin = torch.minimum(start + skip_S, end)
+    bounds = torch.stack((begin, end), dim=1).flatten()
+    return Selection(start=start, begin=begin, end=end, bounds=bounds, whole=False)
+
+
+def _reduce(states_TD: Tensor, chosen: Selection, how: str, initial: float) -> Tensor:
+    result = torch.segment_reduce(states_TD.float(), how, offsets=chosen.bounds, axis=0, unsafe=True, initial=initial)
+    return result if chosen.whole else result[::2]
+
+
+def _sum(states_TD: Tensor, chosen: Selection) -> Tensor:
+    return _reduce(states_TD, chosen, "sum", 0.0)
+
+
+def _counts(chosen: Selection) -> Tensor:
+    return (chosen.end - chosen.begin).clamp(min=1)[:, None]
+
+
+def _take(states_TD: Tensor, index_S: Tensor, there_S: Tensor) -> Tensor:
+    """Rows of the states where `there`, zeros elsewhere."""
+    if states_TD.shape[0] == 0:
+        return states_TD.new_zeros(index_S.shape[0], states_TD.shape[1], dtype=torch.float32)
+    rows_SD = states_TD[index_S.clamp(min=0, max=states_TD.shape[0] - 1)].float()
+    return torch.where(there_S[:, None], rows_SD, 0.0)
+
+
+def mean(states_TD: Tensor, chosen: Selection) -> Tensor:
+    """Mean of the selected tokens."""
+    return _sum(states_TD, chosen) / _counts(chosen)
+
+
+def mean_sqrt_len_tokens(states_TD: Tensor, chosen: Selection) -> Tensor:
+    """Sum of the selected tokens, over the root of their number."""
+    return _sum(states_TD, chosen) / _counts(chosen).float().sqrt()
+
+
+def weightedmean(states_TD: Tensor, chosen: Selection) -> Tensor:
+    """Mean of the selected tokens, weighted by their place in the sequence: 1, 2, 3, …"""
+    tokens_T = torch.arange(states_TD.shape[0], device=states_TD.device)
+    sequence_T = torch.searchsorted(chosen.end, tokens_T, right=True).clamp(max=max(chosen.end.shape[0] - 1, 0))
+    weights_T = (tokens_T - chosen.start[sequence_T] + 1).float() if chosen.end.shape[0] else tokens_T.float()
+    weighted_SD = _sum(states_TD.float() * weights_T[:, None], chosen)
+    first, last = chosen.begin - chosen.start + 1, chosen.end - chosen.start
+    return weighted_SD / ((first + last) * (last - first + 1) / 2).clamp(min=1)[:, None]
+
+
+def maximum(states_TD: Tensor, chosen: Selection) -> Tensor:
+    """Largest value of each feature among the selected tokens."""
+    largest_SD = _reduce(states_TD, chosen, "max", float("-inf"))
+    return torch.where((chosen.end > chosen.begin)[:, None], largest_SD, 0.0)
+
+
+def cls(states_TD: Tensor, chosen: Selection) -> Tensor:
+    """State of the first selected token; of the first token at all if none is selected."""
+    first_S = torch.where(chosen.begin < chosen.end, chosen.begin, chosen.start)
+    return _take(states_TD, first_S, chosen.end > chosen.start)
+
+
+def lasttoken(states_TD: Tensor, chosen: Selection) -> Tensor:
+    """State of the last selected token."""
+    return _take(states_TD, chosen.end - 1, chosen.end > chosen.begin)
+
+
+POOLINGS: Mapping[str, Callable[[Tensor, Selection], Tensor]] = {
+    "cls": cls,
+    "max": maximum,
+    "mean": mean,
+    "mean_sqrt_len_tokens": mean_sqrt_len_tokens,
+    "weightedmean": weightedmean,
+    "lasttoken": lasttoken,
+}

@@ -13,29 +13,18 @@ import torch
 from torch import Tensor
 
 from toolkit.artifact import Artifact
+from toolkit.devices import MODES, resolve_device
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
 from toolkit.inputs import MixedPrompt, PromptEmbeds, RowInput, TokenIds
-from toolkit.parity.references import SentenceTransformersReference, TransformersReference
+from toolkit.parity.references import TransformersReference
 from toolkit.parity.report import Cell, ParityReport
 from toolkit.parity.rule import TOLERANCES, bound, max_abs
-from toolkit.runner import MODES, Runner, load, resolve_device
+from toolkit.parity.texts import TextChecks, in_company
+from toolkit.runner import Runner, load
 from toolkit.toolchain import why_no_compiler
 from toolkit.versions import library_versions
 
 __all__ = ["find_source", "verify", "verify_folder"]
-
-_SENTENCES = (
-    "",
-    "a",
-    "Hello world",
-    "The quick brown fox jumps over the lazy dog.",
-    "  spaces   between,\tand\nlines  ",
-    "UPPER lower MiXeD",
-    "naïve café — Grüße, 東京 и Москва 🙂",
-    "literal [SEP] and [PAD] and <s> inside",
-    "numbers 1234567890, 3.14159, 0x7f",
-    "A sentence embedding maps a text to a point, so that texts of similar meaning lie close together.",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +79,8 @@ def find_source(artifact: Artifact, source: str | Path | None) -> Path:
         checkpoint = open_checkpoint(name, recorded["revision"] if source is None else None)
     except CheckpointError as error:
         raise CheckpointError(f"the source of this artifact is not there ({error}); name it with --source") from None
-    if checkpoint.sha256() != recorded["sha256"]:
+    folders = sorted({str(Path(name).parent) for name in recorded["sha256"]} - {"."})
+    if checkpoint.sha256(folders) != recorded["sha256"]:
         raise CheckpointError(f"{name} is not what the artifact was converted from: its files have other digests")
     return checkpoint.root
 
@@ -125,8 +115,8 @@ def verify_folder(
     states_error = max_abs([state for path in cases for state in actual[path]], every)[0]
     states_bound = bound(dtype, states_error, every)
 
-    on_stage("running sentence-transformers on the texts")
-    texts = _TextReference(artifact, checkpoint, where)
+    on_stage("running the reference on the texts")
+    texts = TextChecks(artifact, checkpoint, where)
 
     cells: list[Cell] = []
     different: list[str] = []
@@ -137,7 +127,7 @@ def verify_folder(
             different = texts.tokenizer_differences(runner)
         for path, members in cases.items():
             for company in ("alone", "batched", "shuffled"):
-                ours = _in_company(runner.token_states, [case.given for case in members], company)
+                ours = in_company(runner.token_states, [case.given for case in members], company)
                 error, worst = max_abs(ours, expected[path])
                 cells.append(
                     Cell(
@@ -232,78 +222,3 @@ def _cases(artifact: Artifact, exact: TransformersReference, path: str) -> list[
             given, same = MixedPrompt(parts), torch.cat([rows[:a], free[a:b].double(), rows[b:]])
         cases.append(_Case(name=f"{length} tokens", given=given, same=same, segments=theirs))
     return cases
-
-
-def _in_company(run: Callable[[list[RowInput]], list[Tensor]], inputs: list[RowInput], company: str) -> list[Tensor]:
-    """Run inputs one by one, together, or together in another order; results come in the given order."""
-    if company == "alone":
-        return [run([item])[0] for item in inputs]
-    order = list(range(len(inputs)))
-    if company == "shuffled":
-        random.Random(1).shuffle(order)
-    results = run([inputs[k] for k in order])
-    return [results[order.index(k)] for k in range(len(inputs))]
-
-
-class _TextReference:
-    """Texts, and what sentence-transformers makes of them, exactly and in the artifact's dtype."""
-
-    def __init__(self, artifact: Artifact, checkpoint: Path, device: torch.device) -> None:
-        manifest = artifact.manifest
-        self._exact = SentenceTransformersReference(checkpoint, torch.float64, torch.device("cpu"))
-        same = SentenceTransformersReference(checkpoint, artifact.dtype, device)
-        for reference in (self._exact, same):
-            reference.limit_length(manifest.tokenizer.limit)
-        limit = manifest.tokenizer.limit
-        long = ("one two three " * limit).split()
-        overlong = [" ".join(long[:n]) for n in (limit - 3, limit - 2, limit - 1, limit, 3 * limit) if n > 0]
-        prompt = manifest.pipeline.prompt(None, None)
-        self.texts = [(text, prompt) for text in (*_SENTENCES, *overlong)]
-        self.texts += [(_SENTENCES[3], p) for p in manifest.pipeline.prompts.values() if p]
-        # A tokenizer without special tokens makes nothing of some texts, and the reference fails on them.
-        self.texts = [(t, p) for t, p in self.texts if t or p or self._has_special_tokens()]
-        self._expected = [self._exact.vector(text, prompt) for text, prompt in self.texts]
-        self._error = max_abs([same.vector(text, prompt) for text, prompt in self.texts], self._expected)[0]
-        self._bound = bound(artifact.dtype, self._error, self._expected)
-
-    def _has_special_tokens(self) -> bool:
-        return len(self._exact.ids("a", "")) > 1
-
-    def tokenizer_differences(self, runner: Runner) -> list[str]:
-        """Texts for which our ids or segment ids differ, with the first difference."""
-        found: list[str] = []
-        for text, prompt in self.texts:
-            row = runner.rows(text, prompt)[0]
-            ours = list(zip(row.ids.tolist(), row.segments.tolist(), strict=True))
-            theirs = list(zip(self._exact.ids(text, prompt), self._exact.segments(text, prompt), strict=True))
-            if ours != theirs:
-                found.append(f"{text[:40]!r}: {len(ours)} ids {ours[:6]}, expected {len(theirs)} ids {theirs[:6]}")
-        return found
-
-    def compare(self, runner: Runner, mode: str) -> list[Cell]:
-        """Vectors of all texts, alone and batched."""
-        cells: list[Cell] = []
-        prompts = sorted({prompt for _, prompt in self.texts})
-        for company in ("alone", "batched", "shuffled"):
-            ours: list[Tensor] = [torch.empty(0)] * len(self.texts)
-            for prompt in prompts:
-                members = [k for k, (_, p) in enumerate(self.texts) if p == prompt]
-                run = lambda texts, prompt=prompt: list(runner.embed(texts, prompt=prompt))  # noqa: E731
-                vectors = _in_company(run, [self.texts[k][0] for k in members], company)  # type: ignore[arg-type]
-                for k, vector in zip(members, vectors, strict=True):
-                    ours[k] = vector
-            error, worst = max_abs(ours, self._expected)
-            cells.append(
-                Cell(
-                    mode=mode,
-                    path="text",
-                    company=company,
-                    quantity="vectors",
-                    cases=len(self.texts),
-                    error=error,
-                    reference_error=self._error,
-                    bound=self._bound,
-                    worst=repr(self.texts[worst][0][:40]),
-                )
-            )
-        return cells

@@ -4,14 +4,40 @@ import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from toolkit.errors import MissingDependencyError, ParityError
 
-__all__ = ["SentenceTransformersReference", "TransformersReference"]
+__all__ = [
+    "ClassifierReference",
+    "CrossEncoderReference",
+    "SentenceTransformersReference",
+    "TextReference",
+    "TransformersReference",
+]
+
+
+class TextReference(Protocol):
+    """A library that takes texts (or pairs of texts), one at a time."""
+
+    def limit_length(self, limit: int) -> None:
+        """Use our length limit, where the checkpoint's exceeds what the model can take."""
+        ...
+
+    def ids(self, item: Any, prompt: str) -> list[int]:
+        """The token ids that it feeds."""
+        ...
+
+    def segments(self, item: Any, prompt: str) -> list[int]:
+        """The segment ids that it feeds; zeros if there are none."""
+        ...
+
+    def result(self, item: Any, prompt: str) -> Tensor:
+        """What it makes of the item, on the CPU."""
+        ...
 
 
 @contextlib.contextmanager
@@ -91,14 +117,52 @@ class TransformersReference:
         return run
 
 
-class SentenceTransformersReference:
+def _need_sentence_transformers() -> None:
+    if find_spec("sentence_transformers") is None:
+        raise MissingDependencyError(
+            "parity needs sentence-transformers: pip install 'dualgraph-toolkit[reference]', or pass --no-verify"
+        )
+
+
+def _with_attention(attention: str, make: Callable[[str], Any]) -> Any:
+    """Make a model with this attention; with its plain one where transformers has no other for the architecture."""
+    try:
+        return make(attention)
+    except ValueError:
+        return make("eager")
+
+
+class _Preprocessing:
+    """Token ids and segments, as a model of sentence-transformers prepares them."""
+
+    _model: Any
+
+    def limit_length(self, limit: int) -> None:
+        """Use our length limit, where the checkpoint's exceeds what the model can take."""
+        self._model.max_seq_length = limit
+
+    def ids(self, item: Any, prompt: str) -> list[int]:
+        """The token ids that it feeds."""
+        return self._features(item, prompt)["input_ids"][0].tolist()
+
+    def segments(self, item: Any, prompt: str) -> list[int]:
+        """The segment ids that it feeds; zeros if there are none."""
+        features = self._features(item, prompt)
+        types = features.get("token_type_ids")
+        return types[0].tolist() if types is not None else [0] * features["input_ids"].shape[1]
+
+    def _features(self, item: Any, prompt: str) -> dict[str, Tensor]:
+        features = self._model.preprocess([item], prompt=prompt)
+        if features["input_ids"].shape[0] != 1:
+            raise ParityError("sentence-transformers flattened a batch of one text: cannot compare token ids")
+        return features
+
+
+class SentenceTransformersReference(_Preprocessing):
     """`SentenceTransformer` on the source checkpoint, in one dtype, one text at a time."""
 
     def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
-        if find_spec("sentence_transformers") is None:
-            raise MissingDependencyError(
-                "parity needs sentence-transformers: pip install 'dualgraph-toolkit[reference]', or pass --no-verify"
-            )
+        _need_sentence_transformers()
         from sentence_transformers import SentenceTransformer
 
         with _quiet():
@@ -110,30 +174,87 @@ class SentenceTransformersReference:
                 local_files_only=True,
             )
 
-    def limit_length(self, limit: int) -> None:
-        """Use our length limit, where the checkpoint's exceeds what the model can take."""
-        self._model.max_seq_length = limit
-
-    def ids(self, text: str, prompt: str) -> list[int]:
-        """The token ids that `encode` would feed."""
-        return self._features(text, prompt)["input_ids"][0].tolist()
-
-    def segments(self, text: str, prompt: str) -> list[int]:
-        """The segment ids that `encode` would feed; zeros if there are none."""
-        features = self._features(text, prompt)
-        types = features.get("token_type_ids")
-        return types[0].tolist() if types is not None else [0] * features["input_ids"].shape[1]
-
-    def vector(self, text: str, prompt: str) -> Tensor:
+    def result(self, item: str, prompt: str) -> Tensor:
         """`encode` of one text: [dim], on the CPU."""
-        return self._model.encode([text], prompt=prompt, convert_to_tensor=True, show_progress_bar=False)[0].cpu()
+        return self._model.encode([item], prompt=prompt, convert_to_tensor=True, show_progress_bar=False)[0].cpu()
 
     def vectors(self, texts: list[str], batch_size: int) -> Tensor:
         """`encode` of many texts: float32 [texts, dim], on the CPU."""
         return self._model.encode(texts, batch_size=batch_size, convert_to_tensor=True).float().cpu()
 
-    def _features(self, text: str, prompt: str) -> dict[str, Tensor]:
-        features = self._model.preprocess([text], prompt=prompt)
-        if features["input_ids"].shape[0] != 1:
-            raise ParityError("sentence-transformers flattened a batch of one text: cannot compare token ids")
-        return features
+
+class CrossEncoderReference(_Preprocessing):
+    """`CrossEncoder` on the source checkpoint, in one dtype, one pair at a time."""
+
+    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
+        _need_sentence_transformers()
+        from sentence_transformers import CrossEncoder
+
+        with _quiet():
+            self._model: Any = _with_attention(
+                attention,
+                lambda name: CrossEncoder(
+                    str(root),
+                    device=str(device),
+                    model_kwargs={"dtype": dtype, "attn_implementation": name},
+                    trust_remote_code=False,
+                    local_files_only=True,
+                ),
+            )
+
+    def result(self, item: Any, prompt: str) -> Tensor:
+        """Raw logits of one pair, then what `predict` makes of them: [2 × labels], on the CPU."""
+        raw, final = (
+            self._model.predict([item], prompt=prompt, activation_fn=f, convert_to_tensor=True, show_progress_bar=False)
+            for f in (torch.nn.Identity(), None)
+        )
+        return torch.cat((raw.view(-1), final.view(-1))).cpu()
+
+    def scores(self, pairs: list[Any], batch_size: int) -> Tensor:
+        """`predict` of many pairs, on the CPU."""
+        return self._model.predict(pairs, batch_size=batch_size, convert_to_tensor=True, show_progress_bar=False).cpu()
+
+
+class ClassifierReference:
+    """transformers' sequence or token classifier on the source checkpoint, in one dtype, one text at a time."""
+
+    def __init__(
+        self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager", *, per_token: bool
+    ) -> None:
+        from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
+
+        maker = AutoModelForTokenClassification if per_token else AutoModelForSequenceClassification
+        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+        with _quiet():
+            self._model: Any = _with_attention(
+                attention,
+                lambda name: maker.from_pretrained(str(root), dtype=dtype, attn_implementation=name, **options),
+            )
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(root), **options)
+        self._model.to(device).eval()
+        self._device = device
+        self._limit: int | None = None
+
+    def limit_length(self, limit: int) -> None:
+        """Use our length limit."""
+        self._limit = limit
+
+    def ids(self, item: str, prompt: str) -> list[int]:
+        """The token ids."""
+        return self._features(item)["input_ids"][0].tolist()
+
+    def segments(self, item: str, prompt: str) -> list[int]:
+        """The segment ids; zeros if the tokenizer emits none."""
+        features = self._features(item)
+        types = features.get("token_type_ids")
+        return types[0].tolist() if types is not None else [0] * features["input_ids"].shape[1]
+
+    def result(self, item: str, prompt: str) -> Tensor:
+        """Logits of one text: [labels] or [tokens, labels], on the CPU."""
+        features = {name: tensor.to(self._device) for name, tensor in self._features(item).items()}
+        with torch.inference_mode():
+            return self._model(**features).logits[0].cpu()
+
+    def _features(self, item: str) -> dict[str, Tensor]:
+        cut: dict[str, Any] = {"truncation": True, "max_length": self._limit, "padding": False}
+        return dict(self._tokenizer(item, return_tensors="pt", **cut))

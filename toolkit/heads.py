@@ -1,0 +1,140 @@
+"""What stands behind the base model in a transformers class for a task: steps and the tensors that fill them.
+
+Recipes list these as data; the functions here make the common ones.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from toolkit.config import ConfigReader
+from toolkit.spec import Activation, DenseStep, NormSpec, NormStep, Place, PoolingStep, Step
+from toolkit.weights import Rule, rename
+
+__all__ = ["TaskHead", "late_head", "normed_head", "sequence_head", "token_head"]
+
+# (configuration, hidden size, number of labels) → steps
+MakeSteps = Callable[[ConfigReader, int, int], tuple[Step, ...]]
+
+SEQUENCE_TASKS = ("rerank", "classify")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TaskHead:
+    """The head of some transformers classes.
+
+    Attributes:
+        classes: the classes that have it.
+        tasks: what it serves.
+        steps: from the token states to the result; their parameters are called `head.steps.NAME.…`.
+        rules: what fills these parameters.
+    """
+
+    classes: tuple[str, ...]
+    tasks: tuple[str, ...]
+    steps: MakeSteps
+    rules: tuple[Rule, ...]
+
+
+def first_token_steps(activation: Activation | str) -> MakeSteps:
+    """First token's state, dense layer, activation, dense layer to the labels.
+
+    An `activation` that no activation is called is the name of a configuration field, with gelu as its default.
+    """
+
+    def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
+        known: dict[str, Activation] = {"tanh": "tanh", "gelu": "gelu", "relu": "relu"}
+        name = known.get(activation) or config.activation(activation, "gelu")
+        return (
+            PoolingStep(modes=("cls",)),
+            DenseStep(name="dense", on="vectors", inputs=hidden, outputs=hidden, bias=True, activation=name),
+            DenseStep(name="out", on="vectors", inputs=hidden, outputs=labels, bias=True),
+        )
+
+    return steps
+
+
+def sequence_head(
+    name: str, activation: str, dense: str, out: str = "classifier", *, dense_inside: bool = False
+) -> TaskHead:
+    """The usual head of a sequence classifier.
+
+    Args:
+        name: the transformers class.
+        activation: between the two dense layers; see `first_token_steps`.
+        dense, out: the stored layers' names.
+        dense_inside: whether `dense` is part of the base model and carries its prefix (a pooler).
+    """
+    return TaskHead(
+        classes=(name,),
+        tasks=SEQUENCE_TASKS,
+        steps=first_token_steps(activation),
+        rules=(
+            rename("head.steps.dense.linear.{p}", f"{dense}.{{p}}", outside=not dense_inside),
+            rename("head.steps.out.linear.{p}", f"{out}.{{p}}", outside=True),
+        ),
+    )
+
+
+def normed_head(name: str, *, on: Place) -> TaskHead:
+    """Dense layer, activation and norm as `config.json` says, then the labels: after pooling, or on each token.
+
+    Args:
+        name: the transformers class.
+        on: "vectors" for a sequence classifier, "tokens" for a token classifier.
+    """
+
+    def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
+        norm = NormSpec(eps=config.positive("norm_eps", 1e-5), bias=config.boolean("norm_bias", False))
+        activation = config.activation("classifier_activation", "gelu")
+        bias = config.boolean("classifier_bias", False)
+        pooling = PoolingStep(modes=(config.choice("classifier_pooling", "cls", ("cls", "mean")),))
+        return (
+            *([pooling] if on == "vectors" else []),
+            DenseStep(name="dense", on=on, inputs=hidden, outputs=hidden, bias=bias, activation=activation),
+            NormStep(name="norm", on=on, width=hidden, norm=norm),
+            DenseStep(name="out", on=on, inputs=hidden, outputs=labels, bias=True),
+        )
+
+    return TaskHead(
+        classes=(name,),
+        tasks=SEQUENCE_TASKS if on == "vectors" else ("token-classify",),
+        steps=steps,
+        rules=(
+            rename("head.steps.dense.linear.{p}", "head.dense.{p}", outside=True),
+            rename("head.steps.norm.{p}", "head.norm.{p}", outside=True),
+            rename("head.steps.out.linear.{p}", "classifier.{p}", outside=True),
+        ),
+    )
+
+
+def late_head(name: str) -> TaskHead:
+    """Dense layer, gelu, labels; pooled before ("bos", "mean") or, by default, after them ("late"), as a mean."""
+
+    def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
+        pooling = config.choice("classifier_pooling", "late", ("bos", "mean", "late"))
+        on: Place = "tokens" if pooling == "late" else "vectors"
+        dense = DenseStep(name="dense", on=on, inputs=hidden, outputs=hidden, bias=True, activation="gelu")
+        out = DenseStep(name="out", on=on, inputs=hidden, outputs=labels, bias=True)
+        pool = PoolingStep(modes=("cls" if pooling == "bos" else "mean",))
+        return (dense, out, pool) if on == "tokens" else (pool, dense, out)
+
+    rules = tuple(
+        rename(f"head.steps.{name}.linear.{{p}}", f"{stored}.{{p}}", outside=True)
+        for name, stored in (("dense", "dense"), ("out", "classifier"))
+    )
+    return TaskHead(classes=(name,), tasks=SEQUENCE_TASKS, steps=steps, rules=rules)
+
+
+def token_steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
+    """A dense layer to the labels, on each token."""
+    return (DenseStep(name="out", on="tokens", inputs=hidden, outputs=labels, bias=True),)
+
+
+def token_head(name: str, out: str = "classifier") -> TaskHead:
+    """The usual head of a token classifier."""
+    return TaskHead(
+        classes=(name,),
+        tasks=("token-classify",),
+        steps=token_steps,
+        rules=(rename("head.steps.out.linear.{p}", f"{out}.{{p}}", outside=True),),
+    )

@@ -1,0 +1,141 @@
+"""What becomes of the token states: pooled vectors, scores, or something for each token.
+
+Steps on vectors compute in float32, whatever the model's dtype: there are few of them. Steps on tokens keep the
+model's dtype. Shape suffixes: T tokens, S sequences, D hidden size, V vector size, K size of a token's result.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from toolkit.nn.linear import apply_activation
+from toolkit.nn.norm import build_norm
+from toolkit.nn.pooling import POOLINGS, select
+from toolkit.spec import DenseStep, HeadSpec, NormalizeStep, NormStep, PoolingStep
+from toolkit.toolchain import why_no_compiler
+
+__all__ = ["Head", "Output", "build_head"]
+
+
+class Output(NamedTuple):
+    """Token states [T, D], vectors float32 [S, V], and each token's result [T, K].
+
+    What a task does not have is an empty tensor with no columns.
+    """
+
+    states: Tensor
+    vectors: Tensor
+    tokens: Tensor
+
+
+class Dense(nn.Module):
+    """A linear layer with an activation, and perhaps the input added."""
+
+    def __init__(self, step: DenseStep) -> None:
+        super().__init__()
+        self.step = step
+        self.linear = nn.Linear(step.inputs, step.outputs, step.bias)
+        projected = step.residual and step.inputs != step.outputs
+        self.residual = nn.Linear(step.inputs, step.outputs, bias=False) if projected else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, inputs] → […, outputs]."""
+        y = self.linear(x)
+        if self.step.activation == "sigmoid":
+            y = torch.sigmoid(y)
+        elif self.step.activation != "identity":
+            y = apply_activation(y, self.step.activation)
+        if self.step.residual:
+            y = y + (self.residual(x) if self.residual is not None else x)
+        return y
+
+
+class Normalize(nn.Module):
+    """Scale to length 1; a zero vector stays zero."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, V] → […, V]."""
+        return F.normalize(x, dim=-1)
+
+
+class Pooling(nn.Module):
+    """Poolings by name, side by side, then perhaps scaled to length 1.
+
+    On CUDA the plain mean and the scaling are one Triton kernel, if Triton can run.
+    """
+
+    def __init__(self, modes: tuple[str, ...], normalize: bool, device: torch.device) -> None:
+        super().__init__()
+        self.modes, self.normalize = modes, normalize
+        self.fused: Callable[[Tensor, Tensor, bool], Tensor] | None = None
+        if modes == ("mean",) and device.type == "cuda" and why_no_compiler(device) is None:
+            from toolkit.nn.pooling_triton import pool_mean
+
+            self.fused = pool_mean
+
+    def forward(self, states_TD: Tensor, cu_seqlens: Tensor, skip_S: Tensor | None) -> Tensor:
+        """[T, D] → float32 [S, V]; the first `skip` tokens of each sequence are left out, None for none."""
+        if self.fused is not None and skip_S is None:
+            return self.fused(states_TD, cu_seqlens, self.normalize)
+        chosen = select(cu_seqlens, skip_S)
+        pooled = [POOLINGS[mode](states_TD, chosen) for mode in self.modes]
+        vectors_SV = pooled[0] if len(pooled) == 1 else torch.cat(pooled, dim=-1)
+        return F.normalize(vectors_SV, dim=-1) if self.normalize else vectors_SV
+
+
+class Head(nn.Module):
+    """The steps of a HeadSpec, in order. `skips` says whether pooling leaves out a prompt's tokens."""
+
+    def __init__(self, spec: HeadSpec, device: torch.device, skips: bool) -> None:
+        super().__init__()
+        self.spec, self.skips = spec, skips
+        scaled = NormalizeStep(on="vectors")  # done by the pooling that it follows
+        after = [*spec.steps[1:], None]
+        self.steps = nn.ModuleDict()
+        for k, (step, follower) in enumerate(zip(spec.steps, after, strict=True)):
+            pooling = isinstance(step, PoolingStep)
+            module = Pooling(step.modes, follower == scaled, device) if pooling else _build_step(step)
+            self.steps[getattr(step, "name", "") or str(k)] = module
+
+    def forward(self, states_TD: Tensor, cu_seqlens: Tensor, skip_S: Tensor) -> Output:
+        """[T, D], int32 [S + 1], int32 [S] → everything that the steps make of it."""
+        tokens = states_TD
+        vectors = states_TD.new_empty(cu_seqlens.shape[0] - 1, 0, dtype=torch.float32)
+        for step, module in zip(self.spec.steps, self.steps.values(), strict=True):
+            if isinstance(step, PoolingStep):
+                vectors = module(tokens, cu_seqlens, skip_S if self.skips else None)
+            elif step.on == "tokens":
+                tokens = module(tokens)
+            else:
+                vectors = module(vectors)
+        own = self.spec.token_width > 0
+        return Output(
+            states=states_TD, vectors=vectors, tokens=tokens if own else states_TD.new_empty(states_TD.shape[0], 0)
+        )
+
+    def use_float32_for_vectors(self) -> None:
+        """Bring the weights of the steps on vectors to float32."""
+        for step, module in zip(self.spec.steps, self.steps.values(), strict=True):
+            if getattr(step, "on", "") == "vectors":
+                module.float()
+
+
+def _build_step(step: object) -> nn.Module:
+    match step:
+        case DenseStep():
+            return Dense(step)
+        case NormStep():
+            return build_norm(step.width, step.norm)
+        case NormalizeStep():
+            return Normalize()
+        case _:
+            raise AssertionError(f"no module for {step}")
+
+
+def build_head(spec: HeadSpec, device: torch.device, *, skips: bool = False) -> Head:
+    """Build the module on the meta device, to be filled; `device` is where it is going to run."""
+    with torch.device("meta"):
+        return Head(spec, device, skips).eval().requires_grad_(False)

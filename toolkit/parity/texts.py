@@ -1,0 +1,160 @@
+"""Texts (or pairs of texts) through the whole pipeline, compared with the library that serves such checkpoints."""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.artifact import Artifact
+from toolkit.parity.references import (
+    ClassifierReference,
+    CrossEncoderReference,
+    SentenceTransformersReference,
+    TextReference,
+)
+from toolkit.parity.report import Cell
+from toolkit.parity.rule import bound, max_abs
+from toolkit.runner import Runner
+
+__all__ = ["TextChecks", "in_company"]
+
+_SENTENCES = (
+    "",
+    "a",
+    "Hello world",
+    "The quick brown fox jumps over the lazy dog.",
+    "  spaces   between,\tand\nlines  ",
+    "UPPER lower MiXeD",
+    "naïve café — Grüße, 東京 и Москва 🙂",
+    "literal [SEP] and [PAD] and <s> inside",
+    "numbers 1234567890, 3.14159, 0x7f",
+    "A sentence embedding maps a text to a point, so that texts of similar meaning lie close together.",
+)
+_QUANTITIES = {"embed": "vectors", "rerank": "scores", "classify": "logits", "token-classify": "token logits"}
+
+
+def in_company(run: Callable[[list[Any]], list[Tensor]], inputs: list[Any], company: str) -> list[Tensor]:
+    """Run inputs one by one, together, or together in another order; results come in the given order."""
+    if company == "alone":
+        return [run([item])[0] for item in inputs]
+    order = list(range(len(inputs)))
+    if company == "shuffled":
+        random.Random(1).shuffle(order)
+    results = run([inputs[k] for k in order])
+    return [results[order.index(k)] for k in range(len(inputs))]
+
+
+class TextChecks:
+    """What the reference makes of the texts, exactly and in the artifact's dtype, and the comparison with ours."""
+
+    def __init__(self, artifact: Artifact, checkpoint: Path, device: torch.device) -> None:
+        manifest = artifact.manifest
+        self._task = manifest.task
+        self._exact = _reference(self._task, checkpoint, torch.float64, torch.device("cpu"), "eager")
+        # A score is one number where a vector is hundreds, and one text may be far more sensitive to rounding than all
+        # others: so the reference's error is that of both its ways to compute attention.
+        ways = ("eager",) if self._task == "embed" else ("eager", "sdpa")
+        same = [_reference(self._task, checkpoint, artifact.dtype, device, way) for way in ways]
+        for reference in (self._exact, *same):
+            reference.limit_length(manifest.tokenizer.limit)
+        prompt = manifest.pipeline.prompt(None, None)
+        self.texts = [(item, prompt) for item in _items(self._task, manifest.tokenizer.limit)]
+        if self._task in ("embed", "rerank"):
+            self.texts += [(self.texts[3][0], p) for p in manifest.pipeline.prompts.values() if p]
+        # A tokenizer without special tokens makes nothing of some texts, and the reference fails on them.
+        self.texts = [(item, p) for item, p in self.texts if any(item) or p or self._has_special_tokens()]
+        self._expected = [self._exact.result(item, p) for item, p in self.texts]
+        self._error = max(
+            max_abs([reference.result(item, p) for item, p in self.texts], self._expected)[0] for reference in same
+        )
+        self._bound = bound(artifact.dtype, self._error, self._expected)
+
+    def _has_special_tokens(self) -> bool:
+        return len(self._exact.ids("a", "")) > 1
+
+    def tokenizer_differences(self, runner: Runner) -> list[str]:
+        """Texts for which our ids or segment ids differ, with the first difference."""
+        found: list[str] = []
+        for item, prompt in self.texts:
+            row = runner.rows([item], prompt)[0]
+            ours = list(zip(row.ids.tolist(), row.segments.tolist(), strict=True))
+            theirs = list(zip(self._exact.ids(item, prompt), self._exact.segments(item, prompt), strict=True))
+            if ours != theirs:
+                found.append(f"{str(item)[:40]!r}: {len(ours)} ids {ours[:6]}, expected {len(theirs)} ids {theirs[:6]}")
+        return found
+
+    def compare(self, runner: Runner, mode: str) -> list[Cell]:
+        """Results of all texts, alone and batched."""
+        cells: list[Cell] = []
+        prompts = sorted({prompt for _, prompt in self.texts})
+        for company in ("alone", "batched", "shuffled"):
+            ours: list[Tensor] = [torch.empty(0)] * len(self.texts)
+            for prompt in prompts:
+                members = [k for k, (_, p) in enumerate(self.texts) if p == prompt]
+                run = lambda items, prompt=prompt: _results(runner, items, prompt)  # noqa: E731
+                for k, result in zip(
+                    members, in_company(run, [self.texts[k][0] for k in members], company), strict=True
+                ):
+                    ours[k] = result
+            error, worst = max_abs(ours, self._expected)
+            cells.append(
+                Cell(
+                    mode=mode,
+                    path="text",
+                    company=company,
+                    quantity=_QUANTITIES[self._task],
+                    cases=len(self.texts),
+                    error=error,
+                    reference_error=self._error,
+                    bound=self._bound,
+                    worst=repr(str(self.texts[worst][0])[:40]),
+                )
+            )
+        return cells
+
+
+def _reference(task: str, checkpoint: Path, dtype: torch.dtype, device: torch.device, attention: str) -> TextReference:
+    match task:
+        case "embed":
+            return SentenceTransformersReference(checkpoint, dtype, device, attention)
+        case "rerank":
+            return CrossEncoderReference(checkpoint, dtype, device, attention)
+        case "classify":
+            return ClassifierReference(checkpoint, dtype, device, attention, per_token=False)
+        case "token-classify":
+            return ClassifierReference(checkpoint, dtype, device, attention, per_token=True)
+    raise AssertionError(f"no reference for task {task!r}")
+
+
+def _items(task: str, limit: int) -> Sequence[Any]:
+    """Texts, or for a reranker pairs of them: odd ones, and lengths around the limit."""
+    long = ("one two three " * limit).split()
+    cut = [" ".join(long[:n]) for n in (limit - 3, limit - 2, limit - 1, limit, 3 * limit) if n > 0]
+    texts = [*_SENTENCES, *cut]
+    if task == "embed":
+        return texts
+    # more texts than for vectors, so that the largest error means as much
+    draw, words = random.Random(0), " ".join(_SENTENCES).split()
+    texts += [" ".join(draw.sample(words, draw.randrange(1, 12))) for _ in range(40)]
+    if task != "rerank":
+        return texts
+    shifted = texts[1:] + texts[:1]
+    short = [("a query", text) for text in cut] + [(text, "a document") for text in cut]
+    return [*zip(texts, shifted, strict=True), *short]
+
+
+def _results(runner: Runner, items: list[Any], prompt: str) -> list[Tensor]:
+    """Ours, in the form of the reference's `result`."""
+    match runner.artifact.manifest.task:
+        case "embed":
+            return list(runner.embed(items, prompt=prompt))
+        case "rerank":
+            raw, final = (runner.score(items, activation=a, prompt=prompt).view(len(items), -1) for a in (False, True))
+            return list(torch.cat((raw, final), dim=1))
+        case "classify":
+            return list(runner.classify(items).logits)
+        case _:
+            return [result.logits for result in runner.classify_tokens(items)]
