@@ -57,9 +57,7 @@ def spec(config: ConfigReader) -> EncoderSpec:
     rope = config.rope(head_dim, 1000.0, ("rope_theta", "rotary_emb_base"))
     block = BlockSpec(
         arrangement="post",
-        attention=self_attention(
-            heads, head_dim, bias=False, rope=config.rope(head_dim, 1000.0, ("rope_theta", "rotary_emb_base"))
-        ),
+        attention=self_attention(heads, head_dim, bias=False, rope=rope),
         mlp=read_mlp(config, hidden),
         norm=norm,
     )

@@ -123,10 +123,13 @@ def test_every_command_has_help_and_json(run: Callable[..., Result], name: str) 
 def test_recipes(run: Callable[..., Result]) -> None:
     entries = json.loads(run("recipes", "--json").out)
     bert = next(entry for entry in entries if entry["model_type"] == "bert")
-    assert (bert["tasks"], bert["origin"]) == (["embed"], "built in")
+    assert (bert["tasks"], bert["origin"]) == (["embed", "rerank", "classify", "token-classify"], "built in")
+    assert bert["attention"] == ["absolute positions", "full"]
+    assert len(entries) >= 19
     assert bert["sha256"] == find_recipe("bert").digest
     assert "BertModel" in bert["classes"]
-    assert "bert" in run("recipes").out
+    for word in ("modernbert", "windows", "DebertaV2ForSequenceClassification", "remote code only"):
+        assert word in run("recipes").out
 
 
 def test_doctor(run: Callable[..., Result]) -> None:
@@ -305,7 +308,10 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 1\n"
 CHECKPOINT_ERRORS: dict[str, tuple[Callable[[Path], object], tuple[str, ...]]] = {
     "architecture": (lambda f: edit_json(f / "config.json", model_type="nosuch"), ("model_type", "nosuch", "bert")),
     "no model_type": (lambda f: edit_json(f / "config.json", model_type=...), ("model_type",)),
-    "field": (lambda f: edit_json(f / "config.json", position_embedding_type="alibi"), ("position_emb", "alibi")),
+    "field": (
+        lambda f: edit_json(f / "config.json", position_embedding_type="relative_key"),
+        ("position_emb", "relative_key"),
+    ),
     "no config": (lambda f: (f / "config.json").unlink(), ("config.json is missing",)),
     "config cut": (lambda f: os.truncate(f / "config.json", 30), ("config.json", "JSON")),
     "no weights": (lambda f: (f / WEIGHTS).unlink(), ("no weights", WEIGHTS)),
@@ -340,7 +346,8 @@ def test_bad_checkpoints_are_one_line_and_status_2(
         (["--dtype", "int4"], ["dtype 'int4'", "float32"]),
         (["--dtype", "float64"], ["dtype 'float64'"]),
         (["--task", "nonsense"], ["task 'nonsense'", "embed"]),
-        (["--task", "rerank"], ["task 'rerank'", "not supported"]),
+        (["--task", "rerank"], ["task 'rerank'", "no head"]),
+        (["--task", "sparse"], ["task 'sparse'", "not supported"]),
         (["--device", "abacus"], ["device 'abacus'"]),
         (["--device", "meta"], ["device 'meta'"]),
         (["--device", "cuda:99"], ["cuda:99"]),

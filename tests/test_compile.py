@@ -3,6 +3,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
+import torch._inductor.config as inductor
 from torch import Tensor, nn
 
 from tests.helpers import CPU, random_rows, tiny_model
@@ -188,3 +189,17 @@ def test_each_kind_of_lookup_is_missed() -> None:
         partly(ids, ids.clone())
     with pytest.raises(BoundaryError, match="'positions' is optional"):
         supports_torch_compile(entry_points=("forward_keyword",), dynamic_first_dim=free)(_TwoTables)
+
+
+def test_no_guard_on_the_first_batch_from_padded_matrices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """J2: inductor's shape padding decides by the first size, and in some versions of torch guards it."""
+    seen: list[bool] = []
+
+    def backend(module: torch.fx.GraphModule, inputs: list[Tensor]) -> torch.fx.GraphModule:
+        seen.append(inductor.shape_padding)
+        return module
+
+    monkeypatch.setattr(torch._dynamo, "lookup_backend", lambda name: backend)
+    model = tiny_model()
+    compile_entry_point(model, "forward_ids", Sizes.MANY)(*batch_for("forward_ids", [5, 3], model).encoder_args())
+    assert seen == [False]

@@ -20,8 +20,8 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 def test_a_head_is_dropped_only_when_embeddings_are_asked_for(checkpoint: Path, tmp_path: Path) -> None:
-    """A classifier without sentence-transformers files is no embedding model, unless the caller says so."""
-    edit_json(checkpoint / "config.json", architectures=["BertForSequenceClassification"])
+    """A foreign head without sentence-transformers files is no embedding model, unless the caller says so."""
+    edit_json(checkpoint / "config.json", architectures=["BertForQuestionAnswering"])
     (checkpoint / "modules.json").unlink()
     weights = load_file(checkpoint / "model.safetensors")
     weights = {f"bert.{name}": tensor for name, tensor in weights.items()}
@@ -29,7 +29,7 @@ def test_a_head_is_dropped_only_when_embeddings_are_asked_for(checkpoint: Path, 
         weights | {"classifier.weight": torch.ones(2, 40), "classifier.bias": torch.ones(2)},
         checkpoint / "model.safetensors",
     )
-    with pytest.raises(UnsupportedError, match=r"BertForSequenceClassification.*--task embed"):
+    with pytest.raises(UnsupportedError, match=r"BertForQuestionAnswering.*--task embed"):
         toolkit.convert(str(checkpoint), tmp_path / "out", verify=False)
     manifest = toolkit.convert(str(checkpoint), tmp_path / "out", task="embed", verify=False).manifest
     dropped = {entry["source"]: entry["why"] for entry in manifest.audit if entry["action"] == "dropped"}
@@ -37,8 +37,10 @@ def test_a_head_is_dropped_only_when_embeddings_are_asked_for(checkpoint: Path, 
 
 
 @pytest.mark.parametrize("task", ["rerank", "classify", "token-classify", "sparse", "multi-vector", "generate"])
-def test_tasks_that_bert_has_no_recipe_for(task: str, checkpoint: Path, tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match=f"task '{task}' is not supported for model_type 'bert'"):
+def test_tasks_that_the_checkpoint_cannot_serve(task: str, checkpoint: Path, tmp_path: Path) -> None:
+    """No recipe does it, or this class has no head for it."""
+    message = f"task '{task}' is not supported for model_type 'bert'|has no head for task '{task}'"
+    with pytest.raises(UnsupportedError, match=message):
         toolkit.convert(str(checkpoint), tmp_path / "out", task=task, verify=False)
 
 

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
+import torch._inductor.config as inductor
 from torch import Tensor, fx, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
@@ -154,7 +155,10 @@ class CompiledEntryPoint:
         check_boundary(module.graph, self._model, self._name)
         self.graph = module.graph
         self.compilations += 1
-        return torch._dynamo.lookup_backend(self._backend)(module, example_inputs)
+        # Padding of matrices whose sizes are no multiples of 8 is decided by the first batch's size, and until torch
+        # 2.12 that decision becomes a guard: a smaller batch would compile again.
+        with inductor.patch(shape_padding=False):
+            return torch._dynamo.lookup_backend(self._backend)(module, example_inputs)
 
     def __call__(self, *args: Tensor) -> Tensor:
         """Run the compiled graph; the first call compiles.

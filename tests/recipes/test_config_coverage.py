@@ -14,6 +14,8 @@ from toolkit.recipe import Recipe
 from toolkit.registry import all_recipes
 
 RECIPES = [entry.recipe for entry in all_recipes() if entry.recipe.reference is not None]
+# What names the model, and how the reference hands out its results.
+UNTRIED = {"model_type", "architectures", "transformers_version", "dtype", "return_dict"}
 # Fields whose other values are names, by what they hold.
 NAMES: dict[str, list[Any]] = {
     "gelu": ["relu", "gelu_new", "silu", "tanh", "gelu_pytorch_tanh", "quick_gelu"],
@@ -70,7 +72,7 @@ def cases() -> list[Any]:
             continue
         usual = AutoConfig.for_model(recipe.model_type).to_dict() | dict(recipe.tiny) | dict.fromkeys(FIELDS, None)
         usual |= recipe.tiny
-        for name in sorted(set(usual) - {"model_type", "architectures", "transformers_version", "dtype"}):
+        for name in sorted(set(usual) - UNTRIED):
             values = list(others(name, usual[name]))
             found += [pytest.param(recipe, name, values, id=f"{recipe.model_type}-{name}")] if values else []
     return found
