@@ -8,6 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import report
+from tests.test_cli_tasks import artifacts
+
+__all__ = ["artifacts"]  # a fixture
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
@@ -31,7 +34,9 @@ def test_commands_exist() -> None:
 
 
 @pytest.mark.parametrize("number", range(README.count("```python")))
-def test_python_examples_run(number: int, bert_artifact: Path) -> None:
+def test_python_examples_run(number: int, bert_artifact: Path, artifacts: dict[str, Path]) -> None:
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
     code = code.replace("demo/all-MiniLM-L6-v2", str(bert_artifact)).replace("384", "40")
+    for name, task in (("reranker", "rerank"), ("classifier", "classify"), ("tagger", "token-classify")):
+        code = code.replace(f"my-{name}-toolkit", str(artifacts[task]))
     exec(compile(code, f"README example {number}", "exec"), {})
