@@ -1,6 +1,6 @@
 """BERT (Devlin et al., 2018, https://arxiv.org/abs/1810.04805); reference: transformers' BertModel."""
 
-from toolkit.heads import sequence_head, token_head
+from toolkit.heads import mlm_head, sequence_head, token_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, fuse, rename
@@ -88,6 +88,14 @@ RECIPE = Recipe(
     heads=(
         sequence_head("BertForSequenceClassification", "tanh", "pooler.dense", dense_inside=True),
         token_head("BertForTokenClassification"),
+        mlm_head(
+            "BertForMaskedLM",
+            "hidden_act",
+            dense="cls.predictions.transform.dense",
+            norm="cls.predictions.transform.LayerNorm",
+            bias="cls.predictions.bias",
+            decoder="cls.predictions.decoder",
+        ),
     ),
     # Dropout is off; pad tokens never reach a packed batch, and BERT's positions ignore them; Google's own
     # checkpoints describe the pooler.
@@ -97,19 +105,8 @@ RECIPE = Recipe(
         pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
         """.split()
     ),
-    tiny={
-        "model_type": "bert",
-        "architectures": ["BertModel"],
-        "vocab_size": 61,
-        "hidden_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 5,
-        "intermediate_size": 56,
-        "max_position_embeddings": 24,
-        "type_vocab_size": 3,
-        "layer_norm_eps": 1e-3,
-        "pad_token_id": 7,
-        "hidden_act": "gelu",
-    },
+    tiny={"model_type": "bert", "architectures": ["BertModel"], "vocab_size": 61, "hidden_size": 40}
+    | {"num_hidden_layers": 3, "num_attention_heads": 5, "intermediate_size": 56, "max_position_embeddings": 24}
+    | {"type_vocab_size": 3, "layer_norm_eps": 1e-3, "pad_token_id": 7, "hidden_act": "gelu"},
     note="absolute positions; bidirectional; no pooler output",
 )

@@ -1,7 +1,7 @@
 """DistilBERT (Sanh et al., 2019, https://arxiv.org/abs/1910.01108); reference: transformers' DistilBertModel."""
 
 from toolkit.config import ConfigReader
-from toolkit.heads import sequence_head, token_head
+from toolkit.heads import mlm_head, sequence_head, token_head
 from toolkit.recipe import Recipe
 from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
 from toolkit.weights import drop, fuse, rename
@@ -85,6 +85,15 @@ RECIPE = Recipe(
     heads=(
         sequence_head("DistilBertForSequenceClassification", "relu", "pre_classifier"),
         token_head("DistilBertForTokenClassification"),
+        mlm_head(
+            "DistilBertForMaskedLM",
+            "activation",
+            dense="vocab_transform",
+            norm="vocab_layer_norm",
+            bias="vocab_projector.bias",
+            decoder="vocab_projector",
+            eps=1e-12,
+        ),
     ),
     # Dropout is off at inference; pad tokens never reach a packed batch; the table of positions is stored and read
     # whether or not its values were computed from sines; tie_weights_ concerns the language model's head.

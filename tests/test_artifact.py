@@ -110,7 +110,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest binary": (lambda f: (f / MANIFEST).write_bytes(b"\xff\x00"), MANIFEST),
     "later schema": (_manifest(schema=SCHEMA + 1), f"schema {SCHEMA + 1}.*convert again"),
     "no schema": (_manifest(schema=...), "schema None"),
-    "schema a text": (_manifest(schema=str(SCHEMA)), "schema '1'"),
+    "schema a text": (_manifest(schema=str(SCHEMA)), f"schema '{SCHEMA}'"),
     "field missing": (_manifest(dtype=...), MANIFEST),
     "field unknown": (_manifest(surprise=1), "surprise"),
     "spec missing": (_manifest(spec=...), "spec"),

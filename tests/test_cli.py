@@ -123,7 +123,7 @@ def test_every_command_has_help_and_json(run: Callable[..., Result], name: str) 
 def test_recipes(run: Callable[..., Result]) -> None:
     entries = json.loads(run("recipes", "--json").out)
     bert = next(entry for entry in entries if entry["model_type"] == "bert")
-    assert (bert["tasks"], bert["origin"]) == (["embed", "rerank", "classify", "token-classify"], "built in")
+    assert (bert["tasks"], bert["origin"]) == (["embed", "rerank", "classify", "token-classify", "sparse"], "built in")
     assert bert["attention"] == ["absolute positions", "full"]
     assert len(entries) >= 19
     assert bert["sha256"] == find_recipe("bert").digest
@@ -347,7 +347,7 @@ def test_bad_checkpoints_are_one_line_and_status_2(
         (["--dtype", "float64"], ["dtype 'float64'"]),
         (["--task", "nonsense"], ["task 'nonsense'", "embed"]),
         (["--task", "rerank"], ["task 'rerank'", "no head"]),
-        (["--task", "sparse"], ["task 'sparse'", "not supported"]),
+        (["--task", "multi-vector"], ["task 'multi-vector'", "not supported"]),
         (["--device", "abacus"], ["device 'abacus'"]),
         (["--device", "meta"], ["device 'meta'"]),
         (["--device", "cuda:99"], ["cuda:99"]),

@@ -69,6 +69,7 @@ def test_classify(run: Callable[..., Result], artifacts: dict[str, Path]) -> Non
 
 
 def test_classify_tokens(run: Callable[..., Result], artifacts: dict[str, Path]) -> None:
+    assert run("classify", artifacts["token-classify"], *EAGER, stdin="a\tb\n").status == 0  # a text with a tab in it
     (line,) = run("classify", artifacts["token-classify"], *EAGER, stdin="the quick fox\n").out.splitlines()
     found = json.loads(line)
     assert [(token["start"], token["end"]) for token in found] == [(0, 3), (4, 9), (10, 13)]

@@ -463,3 +463,57 @@ def test_zero_vectors_stay_finite_under_normalisation(checkpoint: Callable[..., 
     """E3, F4: a text without tokens is a zero vector, not NaN."""
     folder = checkpoint(tokenizer=make_tokenizer(special_tokens=False), normalize=True)
     assert torch.equal(load(folder).embed(["", "the"])[0], torch.zeros(HIDDEN))
+
+
+@pytest.mark.parametrize(
+    ("file", "change", "message"),
+    [
+        ("config_sentence_transformers.json", {"model_type": [1]}, "model_type = [1]"),
+        ("config_sentence_transformers.json", {"default_prompt_name": [1]}, "default_prompt_name [1]"),
+        ("config_sentence_transformers.json", {"similarity_fn_name": [1]}, "similarity_fn_name = [1]"),
+        ("sentence_bert_config.json", {"do_lower_case": "false"}, "do_lower_case = 'false'"),
+        ("1_Pooling/config.json", {"pooling_mode_cls_token": "false"}, "pooling_mode_cls_token = 'false'"),
+    ],
+)
+def test_values_of_the_wrong_type(
+    checkpoint: Callable[..., Path], tmp_path: Path, file: str, change: dict[str, Any], message: str
+) -> None:
+    """O3: JSON of another type than expected is one named error, never taken for true."""
+    folder = checkpoint(prompts={})
+    edit_json(folder / file, **change)
+    with pytest.raises((CheckpointError, UnsupportedError)) as caught:
+        toolkit.convert(str(folder), tmp_path / "out", verify=False)
+    assert message in str(caught.value)
+
+
+@pytest.mark.parametrize("value", ["1", 1.9, True, float("inf"), None])
+@pytest.mark.parametrize("key", ["idx", "path"])
+def test_modules_of_the_wrong_type(checkpoint: Callable[..., Path], key: str, value: object) -> None:
+    folder = checkpoint()
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1][key] = value if key == "idx" else (5 if value == "1" else value)
+    write_json(folder / "modules.json", modules)
+    with pytest.raises(CheckpointError, match="expected a list of objects"):
+        read(folder)
+
+
+@pytest.mark.parametrize("path", ["a\u0000b", "\ud800", "x" * 5000])
+def test_module_folders_that_no_file_system_has(checkpoint: Callable[..., Path], path: str) -> None:
+    folder = checkpoint()
+    modules = json.loads((folder / "modules.json").read_text())
+    modules[1]["path"] = path
+    write_json(folder / "modules.json", modules)
+    with pytest.raises(CheckpointError, match=r"cannot be (resolved|read)"):
+        read(folder)
+
+
+def test_labels_play_no_part_in_embeddings(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = checkpoint()
+    edit_json(folder / "config.json", num_labels=3, id2label={"0": "a", "1": "b"})
+    assert toolkit.convert(str(folder), tmp_path / "out", verify=False).manifest.scoring is None
+
+
+def test_a_prompt_that_is_no_unicode(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    folder = saved(checkpoint(pooling=None), tmp_path / "saved", Pooling(HIDDEN, "mean", include_prompt=False))
+    with pytest.raises(InputError, match="not valid Unicode"):
+        load(folder).embed(["a"], prompt="\ud800")

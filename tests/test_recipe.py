@@ -292,3 +292,10 @@ def test_reader_applies_defaults_to_absent_fields_only() -> None:
     with pytest.raises(CheckpointError, match="null = None"):
         reader.integer("null", 5)
     assert reader.unrecognised(frozenset()) == []
+
+
+def test_no_table_of_positions_beyond_any_memory() -> None:
+    """O3: architectures that compute their positions store no table that would show how long it is."""
+    recipe = find_recipe("eurobert").recipe
+    with pytest.raises(UnsupportedError, match="tables of positions beyond"):
+        recipe.read_config({**recipe.tiny, "max_position_embeddings": 2**31 - 1})

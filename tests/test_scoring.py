@@ -135,7 +135,7 @@ def test_foreign_activations_are_refused(tmp_path: Path, path: object) -> None:
 def test_pairs_as_ids_and_as_embeddings(tmp_path: Path) -> None:
     """G1: segment ids travel through both paths."""
     runner = load(make_classifier(tmp_path / "c", BERT))
-    row = runner.rows([PAIRS[0]], "")[0]
+    row = runner.rows([PAIRS[0]], "", pairs="only")[0]
     ids, segments = row.ids.tolist(), row.segments.tolist()
     assert set(segments) == {0, 1}
     soft = PromptEmbeds(runner.embed_tokens(ids), segments)
@@ -164,7 +164,7 @@ def test_a_prompt_goes_in_front_of_the_first_text(tmp_path: Path) -> None:
     assert (runner.score(PAIRS) - runner.score(PAIRS, prompt="")).abs().max() > 1e-3
 
 
-@pytest.mark.parametrize("problem", [None, "single_label_classification", "multi_label_classification", "regression"])
+@pytest.mark.parametrize("problem", [None, "single_label_classification", "multi_label_classification"])
 @pytest.mark.parametrize("labels", [2, 3])
 def test_classify(tmp_path: Path, labels: int, problem: str | None) -> None:
     """Single and several labels, named by id2label."""
@@ -189,6 +189,7 @@ def test_classify(tmp_path: Path, labels: int, problem: str | None) -> None:
         assert found.predicted == [tuple(names[k] for k in range(labels) if row[k] > 0) for row in theirs]
     else:
         assert found.predicted == [(names[int(row.argmax())],) for row in theirs]
+    assert runner.classify(["the quick fox", "a"]).logits.shape == (2, labels)
     assert runner.classify("the quick fox").logits.shape == (1, labels)
     assert runner.classify(("query doc", "lazy dog")).logits.shape == (1, labels)
 
@@ -215,9 +216,45 @@ def test_classify_tokens(tmp_path: Path) -> None:
     assert second.places is None
 
 
+def test_a_regression_has_no_probabilities(tmp_path: Path) -> None:
+    folder = make_classifier(tmp_path / "c", BERT, labels=3, problem_type="regression")
+    with pytest.raises(UnsupportedError, match="problem_type = 'regression'"):
+        load(folder, task="classify")
+    assert load(folder, task="rerank").score(PAIRS).shape == (4, 3)
+
+
+@pytest.mark.parametrize("nested", [{"activation_fn": None}, None])
+def test_where_an_activation_is_looked_for(tmp_path: Path, nested: object) -> None:
+    """G3: the library's file counts only beside a modules.json, and the old field only without the new one."""
+    folder = make_classifier(tmp_path / "c", BERT)
+    identity = "torch.nn.modules.linear.Identity"
+    if nested is None:
+        write_json(folder / "config_sentence_transformers.json", {"activation_fn": identity})
+    else:
+        edit_json(folder / "config.json", sentence_transformers=nested, sbert_ce_default_activation_function=identity)
+    theirs = torch.as_tensor(CrossEncoder(str(folder), device="cpu").predict(PAIRS))
+    assert (load(folder).score(PAIRS) - theirs).abs().max() < 1e-5
+
+
+def test_pairs_are_pairs_where_they_are_meant(tmp_path: Path, bert_artifact: Path) -> None:
+    """A tuple of two texts is two inputs to `embed`, and one pair to `classify`; a pair is no input to `embed`."""
+    embedder = toolkit.load(bert_artifact, device="cpu", mode="eager")
+    assert embedder.embed(("the fox", "a dog")).shape == (2, 40)
+    assert len(embedder.token_states(("the fox", "a dog"))) == 2
+    with pytest.raises(InputError, match="expected str"):
+        embedder.embed([("the fox", "a dog")])  # type: ignore[list-item]
+    tagger = load(make_classifier(tmp_path / "c", BERT, "BertForTokenClassification", 3))
+    assert len(tagger.classify_tokens(("the fox", "a dog"))) == 2
+    for bad in (5, None, [("a", "b")]):
+        with pytest.raises(InputError):
+            tagger.classify_tokens(bad)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"num_labels": 10**12, "id2label": ...}, "num_labels = 1000000000000"),
+        ({"problem_type": "dream"}, "problem_type = 'dream'"),
         ({"id2label": {"0": "a", "2": "b"}}, "id2label must number its labels 0 … 1"),
         ({"id2label": {"0": 1}}, "id2label must map"),
         ({"id2label": []}, "id2label must map"),
@@ -267,6 +304,6 @@ def test_a_task_that_the_class_has_no_head_for(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="task 'rerank', but BertForSequenceClassification have"):
         load(folder, task="rerank")
     CrossEncoder(str(make_classifier(tmp_path / "d", BERT)), device="cpu").save(str(tmp_path / "s"))
-    write_json(tmp_path / "s" / "config_sentence_transformers.json", {"model_type": "SparseEncoder"})
-    with pytest.raises(UnsupportedError, match="model_type = 'SparseEncoder' is not supported"):
+    write_json(tmp_path / "s" / "config_sentence_transformers.json", {"model_type": "MultiVectorEncoder"})
+    with pytest.raises(UnsupportedError, match="model_type = 'MultiVectorEncoder' is not supported"):
         load(tmp_path / "s")

@@ -32,7 +32,7 @@ __all__ = ["DTYPES", "MANIFEST", "SCHEMA", "Artifact", "Manifest", "atomic_folde
 
 MANIFEST = "toolkit.json"
 DTYPES = ("float32", "float16", "bfloat16")
-SCHEMA = 1
+SCHEMA = 2
 
 
 @dataclass(frozen=True, kw_only=True)

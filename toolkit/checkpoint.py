@@ -66,15 +66,18 @@ class Checkpoint:
         path = self.root / name
         try:
             target, root = path.resolve(), self.root.resolve()
-        except (OSError, RuntimeError) as error:
-            raise CheckpointError(f"{name} cannot be resolved ({error})") from None
+        except (OSError, RuntimeError, ValueError) as error:  # loops, NUL bytes, names that are no Unicode
+            raise CheckpointError(f"{name[:80]!r} cannot be resolved ({error})") from None
         if not target.is_relative_to(root) and not _is_hub_blob(root, target):
             raise CheckpointError(f"{name} is a link that leaves the checkpoint folder: refused")
         return path
 
     def has(self, name: str) -> bool:
         """Say whether the file `name` is there (a link that leaves the folder raises)."""
-        return self.path(name).is_file()
+        try:
+            return self.path(name).is_file()
+        except OSError as error:  # the name is too long
+            raise CheckpointError(f"{name[:80]!r} cannot be read ({error.strerror})") from None
 
     def read_bytes(self, name: str) -> bytes:
         """Read a small file whole.

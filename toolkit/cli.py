@@ -90,7 +90,8 @@ def convert(
         typer.Argument(metavar="OUT", help="The folder to write; default: ./NAME-toolkit.", show_default=False),
     ] = None,
     task: Annotated[
-        str, typer.Option(help="embed, rerank, classify, token-classify, or auto to read it off the checkpoint.")
+        str,
+        typer.Option(help="embed, sparse, rerank, classify, token-classify, or auto: as the checkpoint says."),
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to verify: auto, cpu, cuda or cuda:N.")] = "auto",
@@ -215,9 +216,11 @@ def classify(
     """Classify texts (or pairs, separated by a tab), one a line; or each token of the texts, if OUT does that."""
     from toolkit.artifact import Artifact
 
-    texts = _pairs(_read_lines(file), required=False)
+    lines = _read_lines(file)
+    by_token = Artifact.open(out).manifest.task == "token-classify"
+    texts = lines if by_token else _pairs(lines, required=False)
     doing = f"classifying {len(texts)} texts"
-    if Artifact.open(out).manifest.task == "token-classify":
+    if by_token:
         results = [
             [
                 {"start": place.start, "end": place.end, "label": label, "probability": max(row)}

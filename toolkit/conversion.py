@@ -182,7 +182,7 @@ def _write(
     """Write everything but the parity report into `folder`."""
     recipe, (task, head) = registered.recipe, plan
     spec, unrecognised = recipe.read_config(checkpoint.config)
-    labels = count_labels(checkpoint.config)
+    labels = count_labels(checkpoint.config) if head is not None else 0
     steps = head.steps(ConfigReader(checkpoint.config), spec.hidden, labels) if head is not None else ()
     read = read_pipeline(checkpoint, spec.hidden, task, steps)
     warnings = read.warnings + [
@@ -204,7 +204,7 @@ def _write(
         spec=spec,
         head=read.head,
         pipeline=read.pipeline,
-        scoring=read_scoring(checkpoint) if head is not None else None,
+        scoring=read_scoring(checkpoint, task) if head is not None and task != "sparse" else None,
         tokenizer=tokenizer_spec,
         usable_length=spec.usable_length,
         seam_width=spec.embedding.width,
@@ -214,7 +214,8 @@ def _write(
             "name": checkpoint.source,
             "root": str(checkpoint.root.resolve()),
             "revision": checkpoint.revision,
-            "sha256": checkpoint.sha256(list(read.folders.values())),
+            "modules": sorted(read.folders.values()),
+            "sha256": checkpoint.sha256(sorted(read.folders.values())),
         },
         versions=library_versions(),
         warnings=warnings,

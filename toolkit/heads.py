@@ -7,10 +7,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.config import ConfigReader
-from toolkit.spec import Activation, DenseStep, NormSpec, NormStep, Place, PoolingStep, Step
-from toolkit.weights import Rule, rename
+from toolkit.spec import Activation, DenseStep, NormSpec, NormStep, Place, PoolingStep, Step, VocabularyStep
+from toolkit.weights import Rule, copy, rename
 
-__all__ = ["TaskHead", "late_head", "normed_head", "sequence_head", "token_head"]
+__all__ = ["TaskHead", "late_head", "mlm_head", "normed_head", "sequence_head", "token_head"]
 
 # (configuration, hidden size, number of labels) → steps
 MakeSteps = Callable[[ConfigReader, int, int], tuple[Step, ...]]
@@ -123,6 +123,42 @@ def late_head(name: str) -> TaskHead:
         for name, stored in (("dense", "dense"), ("out", "classifier"))
     )
     return TaskHead(classes=(name,), tasks=SEQUENCE_TASKS, steps=steps, rules=rules)
+
+
+def mlm_head(
+    name: str, activation: str, *, dense: str, norm: str, bias: str, decoder: str, eps: float | None = None
+) -> TaskHead:
+    """A masked language model's head, for sparse embeddings; its output is tied to the token table.
+
+    Args:
+        name: the transformers class.
+        activation: "gelu", or the configuration field that names it.
+        dense, norm, bias, decoder: the stored tensors' names; `bias` whole, the others without weight or bias.
+        eps: the norm's; by default what `config.json` says.
+    """
+
+    def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
+        chosen = "gelu" if activation == "gelu" else config.activation(activation, "gelu")
+        used = eps if eps is not None else config.positive("layer_norm_eps", 1e-12)
+        words = config.integer("vocab_size", 1)
+        return (
+            DenseStep(name="dense", on="tokens", inputs=hidden, outputs=hidden, bias=True, activation=chosen),
+            NormStep(name="norm", on="tokens", width=hidden, norm=NormSpec(eps=used)),
+            VocabularyStep(name="out", on="tokens", width=hidden, outputs=words),
+        )
+
+    return TaskHead(
+        classes=(name,),
+        tasks=("sparse",),
+        steps=steps,
+        rules=(
+            rename("head.steps.dense.linear.{p}", f"{dense}.{{p}}", outside=True),
+            rename("head.steps.norm.{p}", f"{norm}.{{p}}", outside=True),
+            rename("head.steps.out.bias", bias, outside=True),
+            *([copy("head.steps.out.bias", f"{decoder}.bias", outside=True)] if bias != f"{decoder}.bias" else []),
+            copy("embeddings.token.weight", f"{decoder}.weight", outside=True),
+        ),
+    )
 
 
 def token_steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:

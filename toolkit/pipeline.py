@@ -13,7 +13,17 @@ from typing import Any
 from toolkit.checkpoint import Checkpoint
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
 from toolkit.scoring import count_labels
-from toolkit.spec import DenseStep, HeadSpec, NormalizeStep, NormSpec, NormStep, PoolingStep, Step
+from toolkit.spec import (
+    DenseStep,
+    HeadSpec,
+    LogStep,
+    NormalizeStep,
+    NormSpec,
+    NormStep,
+    PoolingStep,
+    Step,
+    VocabularyStep,
+)
 
 __all__ = ["Pipeline", "ReadPipeline", "read_pipeline", "stored_name"]
 
@@ -132,8 +142,13 @@ class _Modules:
             raise UnsupportedError(f"{name}: a module before the pooling is not supported")
 
 
-_KINDS = {"CrossEncoder": "rerank", "SentenceTransformer": "embed"}
-_TRANSFORMER_TASKS = {"embed": "feature-extraction", "rerank": "sequence-classification"}
+_KINDS = {"CrossEncoder": "rerank", "SentenceTransformer": "embed", "SparseEncoder": "sparse"}
+# task → (what sentence-transformers calls it, the name of the output, the output of transformers that is taken)
+_OUTPUTS: Mapping[str, tuple[str, str, str]] = {
+    "embed": ("feature-extraction", "token_embeddings", "last_hidden_state"),
+    "rerank": ("sequence-classification", "scores", "logits"),
+    "sparse": ("fill-mask", "token_embeddings", "logits"),
+}
 
 
 def checkpoint_kind(checkpoint: Checkpoint) -> str | None:
@@ -143,10 +158,12 @@ def checkpoint_kind(checkpoint: Checkpoint) -> str | None:
         UnsupportedError: they name a kind of model that is not served.
     """
     name = "config_sentence_transformers.json"
-    kind = checkpoint.json(name).get("model_type") if checkpoint.has(name) else None
+    # without modules.json sentence-transformers ignores this file, and so do we
+    beside = checkpoint.has("modules.json") and checkpoint.has(name)
+    kind = checkpoint.json(name).get("model_type") if beside else None
     if kind is None:
         return None
-    if kind not in _KINDS:
+    if not isinstance(kind, str) or kind not in _KINDS:
         raise UnsupportedError(f"{name}: model_type = {kind!r} is not supported; supported: {', '.join(_KINDS)}")
     return _KINDS[kind]
 
@@ -180,12 +197,16 @@ def read_pipeline(
     if checkpoint.has("modules.json"):
         entries = _read_modules(checkpoint)
         options = _transformer_options(checkpoint, entries[0][1], task)
-        if steps and len(entries) > 1:
-            raise UnsupportedError(f"modules.json: a {entries[1][0]} module is not supported for task {task!r}")
+        allowed = {"embed": [k for k in _READERS if k != "SpladePooling"], "sparse": ["SpladePooling"]}.get(task, [])
         for kind, folder in entries[1:]:
+            if kind not in allowed:
+                raise UnsupportedError(f"modules.json: a {kind} module is not supported for task {task!r}")
             _READERS[kind](modules, folder)
-        if not steps and not modules.pooled:
+        if task in ("embed", "sparse") and not modules.pooled:
             raise UnsupportedError("modules.json: there is no Pooling module")
+    elif task == "sparse":
+        modules.add(PoolingStep(modes=("max",)))
+        modules.add(LogStep(on="vectors", times=1))
     elif not steps:
         warnings.append("no modules.json: mean pooling without normalisation is assumed, as sentence-transformers does")
         modules.add(PoolingStep(modes=("mean",)))
@@ -197,18 +218,25 @@ def read_pipeline(
     if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
         raise CheckpointError(f"{name}: prompts must map names to texts")
     default = config.get("default_prompt_name")
-    prompts = {**({"query": "", "document": ""} if task == "embed" else {}), **prompts}
-    if default is not None and default not in prompts:
+    similarity = config.get("similarity_fn_name")
+    if not isinstance(similarity, str | None):
+        raise CheckpointError(f"{name}: similarity_fn_name = {similarity!r}, expected a text")
+    prompts = {**({"query": "", "document": ""} if task in ("embed", "sparse") else {}), **prompts}
+    if default is not None and (not isinstance(default, str) or default not in prompts):
         raise CheckpointError(f"{name}: default_prompt_name {default!r} is not among the prompts {sorted(prompts)}")
     pipeline = Pipeline(
         max_seq_length=options.get("max_seq_length"),
-        lower_case=bool(options.get("do_lower_case", False)),
+        lower_case=options.get("do_lower_case") or False,
         prompts=prompts,
         default_prompt=default,
         include_prompt=modules.include_prompt,
-        similarity=config.get("similarity_fn_name"),
+        similarity=similarity,
     )
-    head = _head_of(steps) if steps else HeadSpec(steps=tuple(modules.steps), width=modules.width)
+    if task == "sparse":
+        words = next(step.outputs for step in steps if isinstance(step, VocabularyStep))
+        head = HeadSpec(steps=(*steps, *modules.steps), width=words)
+    else:
+        head = _head_of(steps) if steps else HeadSpec(steps=tuple(modules.steps), width=modules.width)
     return ReadPipeline(pipeline=pipeline, head=head, folders=modules.folders, warnings=warnings)
 
 
@@ -224,12 +252,14 @@ def _read_modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     """(class, folder) of each module, the Transformer first."""
     try:
         entries = json.loads(checkpoint.read_bytes("modules.json"))
-        modules = [(int(entry["idx"]), str(entry["type"]), str(entry["path"])) for entry in entries]
+        modules = [(entry["idx"], entry["type"], entry["path"]) for entry in entries]
+        if not all([type(value) for value in module] == [int, str, str] for module in modules):
+            raise TypeError
     except (ValueError, KeyError, TypeError, RecursionError):
         raise CheckpointError("modules.json: expected a list of objects with idx, path and type") from None
     if [idx for idx, _, _ in modules] != sorted({idx for idx, _, _ in modules}):
         raise CheckpointError("modules.json: idx does not count up: sentence-transformers goes by the list's order")
-    supported = ("Transformer", *_READERS)
+    supported = ("Transformer", "MLMTransformer", *_READERS)
     kinds: list[tuple[str, str]] = []
     for _, type_name, path in modules:
         known = _LIBRARY.fullmatch(type_name)
@@ -238,7 +268,7 @@ def _read_modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
                 f"modules.json: module {path or '.'!r} of type {type_name!r} is not supported (and never imported); "
                 f"supported: {', '.join(supported)} of sentence_transformers"
             )
-        kinds.append((known[1], path))
+        kinds.append(("Transformer" if known[1] == "MLMTransformer" else known[1], path))
     if [kind for kind, _ in kinds[:1]] != ["Transformer"] or "Transformer" in [kind for kind, _ in kinds[1:]]:
         sequence = " → ".join(kind for kind, _ in kinds) or "of no modules"
         raise UnsupportedError(f"modules.json: the sequence {sequence} is not supported: one Transformer, first")
@@ -257,10 +287,12 @@ def _transformer_options(checkpoint: Checkpoint, folder: str, task: str) -> dict
     limit = options.get("max_seq_length")
     if limit is not None and (type(limit) is not int or limit < 1):
         raise CheckpointError(f"{name}: max_seq_length = {limit!r}, expected a positive integer")
-    name_of, output = ("token_embeddings", "last_hidden_state") if task == "embed" else ("scores", "logits")
+    if not isinstance(options.get("do_lower_case"), bool | None):
+        raise CheckpointError(f"{name}: do_lower_case = {options['do_lower_case']!r}, expected true or false")
+    called, output_name, output = _OUTPUTS.get(task, _OUTPUTS["rerank"])
     neutral = {
-        "transformer_task": (_TRANSFORMER_TASKS.get(task),),
-        "module_output_name": (name_of,),
+        "transformer_task": (called,),
+        "module_output_name": (output_name,),
         "modality_config": ({"text": {"method": "forward", "method_output_name": output}},),
         "unpad_inputs": (None, False, True),
     }
@@ -289,6 +321,9 @@ def _read_pooling(modules: _Modules, folder: str) -> None:
     supported = tuple(_LEGACY_POOLING.values())
     if not isinstance(modes, list) or not modes or not all(mode in supported for mode in modes):
         raise UnsupportedError(f"{name}: pooling {modes!r} is not supported; supported: {', '.join(supported)}")
+    for key in _LEGACY_POOLING:
+        if not isinstance(config.get(key), bool | None):
+            raise CheckpointError(f"{name}: {key} = {config[key]!r}, expected true or false")
     include = config.get("include_prompt", True)
     if type(include) is not bool:
         raise CheckpointError(f"{name}: include_prompt = {include!r}, expected true or false")
@@ -303,7 +338,7 @@ def _read_dense(modules: _Modules, folder: str) -> None:
     name, config = modules.config(folder, *keys)
     modules.need_vectors(name, config)
     for key in ("in_features", "out_features"):
-        if type(config.get(key)) is not int or config[key] < 1:
+        if type(config.get(key)) is not int or not 1 <= config[key] < 2**31:
             raise CheckpointError(f"{name}: {key} = {config.get(key)!r}, expected a positive integer")
     if config["in_features"] != modules.width:
         raise CheckpointError(f"{name}: in_features = {config['in_features']}, but {modules.width} values come in")
@@ -311,7 +346,7 @@ def _read_dense(modules: _Modules, folder: str) -> None:
         if type(config.get(key, True)) is not bool:
             raise CheckpointError(f"{name}: {key} = {config[key]!r}, expected true or false")
     activation = config.get("activation_function", "torch.nn.modules.activation.Tanh")
-    if activation not in _ACTIVATIONS:
+    if not isinstance(activation, str) or activation not in _ACTIVATIONS:
         raise UnsupportedError(
             f"{name}: activation_function = {activation!r} is not supported (and never imported); "
             f"supported: {', '.join(_ACTIVATIONS)}"
@@ -347,6 +382,24 @@ def stored_name(name: str) -> str:
     return name if name.startswith(("linear.", "residual.")) else f"norm.{name}"
 
 
+def _read_splade(modules: _Modules, folder: str) -> None:
+    """The largest activated logit of each word; the activation does not change which one that is."""
+    keys = ("pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension", "chunk_size")
+    name, config = modules.config(folder, *keys)
+    if modules.pooled:
+        raise UnsupportedError(f"{name}: a second pooling is not supported")
+    if config.get("pooling_strategy", "max") != "max":
+        raise UnsupportedError(
+            f"{name}: pooling_strategy = {config['pooling_strategy']!r} is not supported, only 'max'"
+        )
+    activation = config.get("activation_function", "relu")
+    if activation not in ("relu", "log1p_relu"):
+        raise UnsupportedError(f"{name}: activation_function = {activation!r} is not supported: relu or log1p_relu")
+    modules.pooled = True
+    modules.add(PoolingStep(modes=("max",)))
+    modules.add(LogStep(on="vectors", times=1 if activation == "relu" else 2))
+
+
 def _read_dropout(modules: _Modules, folder: str) -> None:
     """Dropout does nothing at inference."""
     modules.config(folder, "dropout")
@@ -358,4 +411,5 @@ _READERS: Mapping[str, Callable[[_Modules, str], None]] = {
     "LayerNorm": _read_layer_norm,
     "Normalize": _read_normalize,
     "Dropout": _read_dropout,
+    "SpladePooling": _read_splade,
 }

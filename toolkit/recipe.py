@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from toolkit.config import NEUTRAL_EVERYWHERE, ConfigReader
+from toolkit.errors import UnsupportedError
 from toolkit.heads import TaskHead
 from toolkit.spec import EncoderSpec
 from toolkit.weights import Rule
 
 __all__ = ["ConfigReader", "Recipe"]
+
+_LONGEST = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,4 +111,9 @@ class Recipe:
         reader = ConfigReader(raw)
         reader.neutral(**{**NEUTRAL_EVERYWHERE, **self.neutral})
         spec = self.spec(reader)
+        if spec.usable_length > _LONGEST:
+            raise UnsupportedError(
+                f"config.json: sequences of {spec.usable_length} tokens: tables of positions beyond {_LONGEST} are "
+                "not supported"
+            )
         return spec, reader.unrecognised(self.irrelevant)

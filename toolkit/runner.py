@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -26,6 +26,7 @@ from toolkit.tokenizer import Pair, TextEncoder
 __all__ = ["Input", "Runner", "RunnerStats", "load"]
 
 Input = str | RowInput
+Pairs = Literal["no", "allowed", "only"]
 
 _CPU_BATCH_TOKENS = 2048
 _CUDA_BATCH_TOKENS = 65536
@@ -36,7 +37,8 @@ _ONE_BATCH_TOKENS = 1024
 class Runner:
     """A loaded artifact. Made by `toolkit.load`.
 
-    An input is a text, a `TokenIds`, a `PromptEmbeds` or a `MixedPrompt`; one call may mix all four.
+    An input is a text, a `TokenIds`, a `PromptEmbeds` or a `MixedPrompt`; one call may mix all four. `score` takes
+    pairs of texts in the place of texts, `classify` takes both.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class Runner:
         weights = artifact.weights(shapes)
         fill(self.model, {n: w for n, w in weights.items() if not n.startswith("head.")}, device)
         fill(self.head, {n[5:]: w for n, w in weights.items() if n.startswith("head.")}, device)
+        self.head.tie(self.model.embeddings.token.weight)
         self.head.use_float32_for_vectors()
         self._weight_bytes = sum(p.nbytes for p in parts.parameters())
         if can_pack(device, artifact.dtype):
@@ -65,6 +68,8 @@ class Runner:
         )
         self._texts = TextEncoder(artifact.folder / "tokenizer.json", manifest.tokenizer, self.limits)
         default = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
+        if manifest.task == "sparse":  # each token's logits over the vocabulary are held at once
+            default //= 16 if device.type == "cuda" else 2
         self.batch_tokens = max(batch_tokens or default, manifest.usable_length)
         self._compiled: dict[str, CompiledEntryPoint] = {}
         self._executor = self._build_executor()
@@ -76,7 +81,7 @@ class Runner:
         prompt: str | None = None,
         truncate_dim: int | None = None,
     ) -> Tensor:
-        """Embed inputs as sentence-transformers' `encode` does.
+        """Embed inputs as sentence-transformers' `encode` does; for task `sparse` a column is a word's weight.
 
         Args:
             inputs: one input or a sequence of them. Prompts apply to texts only.
@@ -90,7 +95,7 @@ class Runner:
         Raises:
             InputError: an input, a prompt name or `truncate_dim` is not acceptable.
         """
-        if self.artifact.manifest.task != "embed":
+        if self.artifact.manifest.task not in ("embed", "sparse"):
             raise self._wrong_task("embed", "embed")
         dim = self.artifact.manifest.head.width
         if truncate_dim is not None and (type(truncate_dim) is not int or not 1 <= truncate_dim <= dim):
@@ -155,7 +160,7 @@ class Runner:
         """
         scoring = self._scoring("score", "rerank")
         text = self.artifact.manifest.pipeline.prompt(prompt_name, prompt)
-        logits = self._vectors(self._full_rows(pairs, text, pairs_only=True))
+        logits = self._vectors(self._full_rows(pairs, text, "only"))
         if activation and scoring.activation == "sigmoid":
             logits = torch.sigmoid(logits)
         return logits[:, 0] if len(scoring.labels) == 1 else logits
@@ -163,12 +168,14 @@ class Runner:
     def classify(self, inputs: Input | Pair | Sequence[Input | Pair]) -> Classification:
         """Classify texts, pairs of texts, or other inputs; needs an artifact of task `classify`.
 
+        A tuple of two texts is one pair; a list of two texts are two inputs.
+
         Raises:
             InputError: an input is not acceptable.
             UnsupportedError: the artifact was converted for another task.
         """
         scoring = self._scoring("classify", "classify")
-        return Classification.of(self._vectors(self._full_rows(inputs, "")), scoring)
+        return Classification.of(self._vectors(self._full_rows(inputs, "", "allowed")), scoring)
 
     def classify_tokens(self, inputs: Input | Sequence[Input]) -> list[TokenClassification]:
         """Classify each token of each input; needs an artifact of task `token-classify`.
@@ -178,7 +185,7 @@ class Runner:
             UnsupportedError: the artifact was converted for another task.
         """
         scoring = self._scoring("classify_tokens", "token-classify")
-        items: list[Any] = [inputs] if isinstance(inputs, str | RowInput) else list(inputs)
+        items = _listed(inputs, pairs="no")
         logits = self._per_token(self.rows(items, ""), len(scoring.labels), lambda output: output.tokens)
         places = self._texts.places({k: item for k, item in enumerate(items) if isinstance(item, str)})
         return [TokenClassification.of(x.float(), scoring, places.get(k)) for k, x in enumerate(logits)]
@@ -259,33 +266,32 @@ class Runner:
         self._compiled[name] = compile_entry_point(self.model, name, sizes)
         return self._compiled[name]
 
-    def _full_rows(self, inputs: Any, prompt: str, *, pairs_only: bool = False) -> list[Row]:
+    def _full_rows(self, inputs: Any, prompt: str, pairs: Pairs) -> list[Row]:
         """Like `rows`, for tasks that cannot do without tokens."""
-        rows = self.rows(inputs, prompt, pairs_only=pairs_only)
+        rows = self.rows(inputs, prompt, pairs=pairs)
         empty = next((number for number, row in enumerate(rows) if not len(row)), None)
         if empty is not None:
             raise InputError(f"input {empty} has no tokens: there is nothing to score")
         return rows
 
-    def rows(
-        self, inputs: Input | Pair | Sequence[Input | Pair], prompt: str, *, pairs_only: bool = False
-    ) -> list[Row]:
-        """Tokenize and check, in the caller's order; a tuple of two texts is a pair."""
-        if not isinstance(inputs, RowInput | Iterable):
-            raise InputError(f"inputs are a {type(inputs).__name__}, expected an input or a sequence of them")
-        single = isinstance(inputs, str | RowInput) or (_is_pair(inputs) and isinstance(inputs, tuple))
-        items: list[Any] = [inputs] if single else list(inputs)  # type: ignore[arg-type]
+    def rows(self, inputs: Input | Pair | Sequence[Input | Pair], prompt: str, *, pairs: Pairs = "no") -> list[Row]:
+        """Tokenize and check, in the caller's order.
+
+        `pairs` says whether an item may be a pair of texts: "no", "allowed", or "only" (no single texts). A tuple of
+        two texts in the place of a sequence of inputs is one pair where pairs are allowed.
+        """
+        items = _listed(inputs, pairs)
         texts: dict[int, str | Pair] = {}
         rows: list[Row | None] = [None] * len(items)
         for number, item in enumerate(items):
-            if isinstance(item, str) and not pairs_only:
+            if isinstance(item, str) and pairs != "only":
                 texts[number] = prompt + item
-            elif _is_pair(item):
+            elif pairs != "no" and _is_pair(item):
                 texts[number] = (prompt + item[0], item[1])
             elif isinstance(item, TokenIds | PromptEmbeds | MixedPrompt):
                 rows[number] = check_row(item, self.limits, f"input {number}")
             else:
-                texts_are = "a pair of texts" if pairs_only else "str"
+                texts_are = {"no": "str", "allowed": "str, a pair of texts", "only": "a pair of texts"}[pairs]
                 raise InputError(
                     f"input {number} is a {type(item).__name__}, expected {texts_are}, TokenIds, PromptEmbeds or "
                     "MixedPrompt"
@@ -332,6 +338,14 @@ class Runner:
             f"{method} needs an artifact of task {task!r}; {self.artifact.folder} was converted for "
             f"{self.artifact.manifest.task!r}"
         )
+
+
+def _listed(inputs: Any, pairs: Pairs) -> list[Any]:
+    """One input, or a sequence of them, as a list."""
+    if not isinstance(inputs, RowInput | Iterable):
+        raise InputError(f"inputs are a {type(inputs).__name__}, expected an input or a sequence of them")
+    one = isinstance(inputs, str | RowInput) or (pairs != "no" and isinstance(inputs, tuple) and _is_pair(inputs))
+    return [inputs] if one else list(inputs)  # type: ignore[arg-type]
 
 
 def _is_pair(item: object) -> TypeGuard[Pair]:

@@ -25,6 +25,7 @@ _ACTIVATIONS: Mapping[str, ScoreActivation] = {
     "torch.nn.modules.linear.Identity": "identity",
     "torch.nn.modules.activation.Sigmoid": "sigmoid",
 }
+_MOST_LABELS = 2**20
 _ST_CONFIG = "config_sentence_transformers.json"
 
 
@@ -125,8 +126,10 @@ def count_labels(config: Mapping[str, Any]) -> int:
 
 def _labels(config: Mapping[str, Any]) -> list[str]:
     named, stated = config.get("id2label"), config.get("num_labels")
-    if stated is not None and (type(stated) is not int or stated < 1):
-        raise CheckpointError(f"config.json: num_labels = {stated!r}, expected a positive integer")
+    if stated is not None and (type(stated) is not int or not 1 <= stated <= _MOST_LABELS):
+        raise CheckpointError(
+            f"config.json: num_labels = {stated!r}, expected a positive integer, at most {_MOST_LABELS}"
+        )
     if named is None:
         return [f"LABEL_{k}" for k in range(stated or 2)]
     if not isinstance(named, dict) or not named or not all(isinstance(label, str) for label in named.values()):
@@ -138,33 +141,49 @@ def _labels(config: Mapping[str, Any]) -> list[str]:
     return [named[str(k)] for k in range(len(named))]
 
 
-def read_scoring(checkpoint: Checkpoint) -> Scoring:
-    """Read labels and activation.
+def read_scoring(checkpoint: Checkpoint, task: str) -> Scoring:
+    """Read labels and activation; `task` is what the checkpoint is converted for.
 
     The activation is, in this order: that of config_sentence_transformers.json, that of config.json (in its new and
     old place), sigmoid for one label, none for several. This is sentence-transformers' order.
 
     Raises:
         CheckpointError: a field is malformed.
-        UnsupportedError: the activation is another one.
+        UnsupportedError: the activation is another one; or a regression is to be a classifier.
     """
     config = checkpoint.config
     labels = _labels(config)
-    nested = config.get("sentence_transformers")
-    places = [(f"config.json: {name}", config.get(name)) for name in ("sbert_ce_default_activation_function",)]
-    if isinstance(nested, dict):
-        places.insert(0, ("config.json: sentence_transformers.activation_fn", nested.get("activation_fn")))
-    if checkpoint.has(_ST_CONFIG):
-        places.insert(0, (f"{_ST_CONFIG}: activation_fn", checkpoint.json(_ST_CONFIG).get("activation_fn")))
-    where, stated = next(((where, value) for where, value in places if value is not None), ("", None))
-    if stated is not None and stated not in _ACTIVATIONS:
+    where, stated = _stated_activation(checkpoint)
+    if stated is not None and (not isinstance(stated, str) or stated not in _ACTIVATIONS):
         raise UnsupportedError(
             f"{where} = {stated!r} is not supported (and never imported); supported: {', '.join(_ACTIVATIONS)}"
         )
     default: ScoreActivation = "sigmoid" if len(labels) == 1 else "identity"
-    several = config.get("problem_type") == "multi_label_classification" or len(labels) == 1
+    problem = config.get("problem_type")
+    if problem not in (None, "regression", "single_label_classification", "multi_label_classification"):
+        raise CheckpointError(f"config.json: problem_type = {problem!r} is none that transformers knows")
+    if problem == "regression" and task == "classify":
+        raise UnsupportedError("config.json: problem_type = 'regression' has no probabilities: say --task rerank")
+    several = problem == "multi_label_classification" or len(labels) == 1
     return Scoring(
         labels=tuple(labels),
         activation=_ACTIVATIONS[stated] if stated is not None else default,
         probabilities="sigmoid" if several else "softmax",
     )
+
+
+def _stated_activation(checkpoint: Checkpoint) -> tuple[str, Any]:
+    """(where it stands, the name of the activation), None where nothing is stated.
+
+    sentence-transformers reads its own file only beside a modules.json, and the old field only without the new one.
+    """
+    config = checkpoint.config
+    if checkpoint.has("modules.json") and checkpoint.has(_ST_CONFIG):
+        stated = checkpoint.json(_ST_CONFIG).get("activation_fn")
+        if stated is not None:
+            return f"{_ST_CONFIG}: activation_fn", stated
+    nested = config.get("sentence_transformers")
+    if isinstance(nested, dict) and "activation_fn" in nested:
+        return "config.json: sentence_transformers.activation_fn", nested["activation_fn"]
+    old = "sbert_ce_default_activation_function"
+    return f"config.json: {old}", config.get(old)

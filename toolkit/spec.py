@@ -22,6 +22,7 @@ __all__ = [
     "EmbeddingSpec",
     "EncoderSpec",
     "HeadSpec",
+    "LogStep",
     "MlpSpec",
     "NormSpec",
     "NormStep",
@@ -30,6 +31,7 @@ __all__ = [
     "PoolingStep",
     "RopeSpec",
     "Step",
+    "VocabularyStep",
     "self_attention",
     "stack",
 ]
@@ -260,6 +262,26 @@ class NormStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class VocabularyStep:
+    """Each token's logits over the vocabulary: products with the model's own token table, and a bias."""
+
+    kind: Literal["vocabulary"] = "vocabulary"
+    name: str = ""
+    on: Place
+    width: int
+    outputs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class LogStep:
+    """SPLADE's activation (Formal et al., 2021): log(1 + relu), `times` in a row."""
+
+    kind: Literal["log"] = "log"
+    on: Place
+    times: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class NormalizeStep:
     """Scale to length 1."""
 
@@ -267,7 +289,7 @@ class NormalizeStep:
     on: Place
 
 
-Step = PoolingStep | DenseStep | NormStep | NormalizeStep
+Step = PoolingStep | DenseStep | NormStep | VocabularyStep | LogStep | NormalizeStep
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -199,6 +199,10 @@ class TextEncoder:
 
         Those of the prompt alone, less a special token at their end.
         """
+        try:
+            prompt.encode()
+        except UnicodeEncodeError as error:
+            raise InputError(f"prompt: not valid Unicode ({error.reason})") from None
         ids = self._tokenizer.encode(prompt).ids if prompt else []
         return len(ids) - (bool(ids) and ids[-1] in self._spec.special_ids)
 

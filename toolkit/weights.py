@@ -1,8 +1,8 @@
 """Weights move by rules, and the rules are data: rename, fuse, drop. Every stored tensor is accounted for.
 
-`{i}` and `{j}` in a pattern stand for numbers and `{p}` for `weight` or `bias`; `{*}` (in drops only) for any
-rest of a name. One shared loop applies the rules: each source tensor matches exactly one, each parameter of
-the module is filled exactly once, and the audit of both goes into the artifact.
+`{i}` and `{j}` in a pattern stand for numbers and `{p}` for `weight` or `bias`; `{*}` (for tensors that are left out
+or refused) for any rest of a name. One shared loop applies the rules: each source tensor matches exactly one, each
+parameter of the module is filled exactly once, and the audit of both goes into the artifact.
 """
 
 import re
@@ -67,9 +67,9 @@ def fuse(target: str, *sources: str) -> Rule:
     return Rule(target=target, sources=sources, why="")
 
 
-def copy(target: str, source: str) -> Rule:
+def copy(target: str, source: str, *, outside: bool = False) -> Rule:
     """Like `rename`, for a further name of a tied parameter; where both are stored they must be equal."""
-    return Rule(target=target, sources=(source,), why="", copy=True)
+    return Rule(target=target, sources=(source,), why="", copy=True, outside=outside)
 
 
 def drop(source: str, *, why: str, outside: bool = False) -> Rule:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from toolkit.nn.linear import apply_activation
 from toolkit.nn.norm import build_norm
 from toolkit.nn.pooling import POOLINGS, select
-from toolkit.spec import DenseStep, HeadSpec, NormalizeStep, NormStep, PoolingStep
+from toolkit.spec import DenseStep, HeadSpec, LogStep, NormalizeStep, NormStep, PoolingStep, VocabularyStep
 from toolkit.toolchain import why_no_compiler
 
 __all__ = ["Head", "Output", "build_head"]
@@ -51,6 +51,35 @@ class Dense(nn.Module):
         if self.step.residual:
             y = y + (self.residual(x) if self.residual is not None else x)
         return y
+
+
+class Vocabulary(nn.Module):
+    """Logits over the vocabulary. `table` is the model's token table, [words, width]; see `Head.tie`."""
+
+    table: Tensor
+
+    def __init__(self, outputs: int) -> None:
+        super().__init__()
+        self.bias = nn.Parameter(torch.zeros(outputs))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, width] → […, words]."""
+        return F.linear(x, self.table, self.bias)
+
+
+class LogActivation(nn.Module):
+    """log(1 + relu), `times` in a row."""
+
+    def __init__(self, times: int) -> None:
+        super().__init__()
+        self.times = times
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape; at least float32."""
+        x = x.relu()
+        for _ in range(self.times):
+            x = x.log1p()
+        return x
 
 
 class Normalize(nn.Module):
@@ -116,6 +145,12 @@ class Head(nn.Module):
             states=states_TD, vectors=vectors, tokens=tokens if own else states_TD.new_empty(states_TD.shape[0], 0)
         )
 
+    def tie(self, table: Tensor) -> None:
+        """Give the model's token table to the step that multiplies with it, if there is one."""
+        for module in self.steps.values():
+            if isinstance(module, Vocabulary):
+                module.table = table.detach()
+
     def use_float32_for_vectors(self) -> None:
         """Bring the weights of the steps on vectors to float32."""
         for step, module in zip(self.spec.steps, self.steps.values(), strict=True):
@@ -129,6 +164,10 @@ def _build_step(step: object) -> nn.Module:
             return Dense(step)
         case NormStep():
             return build_norm(step.width, step.norm)
+        case VocabularyStep():
+            return Vocabulary(step.outputs)
+        case LogStep():
+            return LogActivation(step.times)
         case NormalizeStep():
             return Normalize()
         case _:

@@ -1,6 +1,7 @@
 """From token states to one vector a sequence, in float32 whatever the states' dtype.
 
-A sequence's tokens are selected by offset, never multiplied by a mask. Empty selections give zero vectors.
+A sequence's tokens are selected by offset, never multiplied by a mask. Empty selections give zero vectors, but for
+`cls`, which then takes the first token of all.
 Shape suffixes: T tokens (rows beyond the last sequence's end are garbage), S sequences, D hidden size.
 """
 

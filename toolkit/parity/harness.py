@@ -79,8 +79,7 @@ def find_source(artifact: Artifact, source: str | Path | None) -> Path:
         checkpoint = open_checkpoint(name, recorded["revision"] if source is None else None)
     except CheckpointError as error:
         raise CheckpointError(f"the source of this artifact is not there ({error}); name it with --source") from None
-    folders = sorted({str(Path(name).parent) for name in recorded["sha256"]} - {"."})
-    if checkpoint.sha256(folders) != recorded["sha256"]:
+    if checkpoint.sha256(recorded["modules"]) != recorded["sha256"]:
         raise CheckpointError(f"{name} is not what the artifact was converted from: its files have other digests")
     return checkpoint.root
 

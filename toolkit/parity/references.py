@@ -15,6 +15,7 @@ __all__ = [
     "ClassifierReference",
     "CrossEncoderReference",
     "SentenceTransformersReference",
+    "SparseEncoderReference",
     "TextReference",
     "TransformersReference",
 ]
@@ -183,6 +184,28 @@ class SentenceTransformersReference(_Preprocessing):
         return self._model.encode(texts, batch_size=batch_size, convert_to_tensor=True).float().cpu()
 
 
+class SparseEncoderReference(_Preprocessing):
+    """`SparseEncoder` on the source checkpoint, in one dtype, one text at a time."""
+
+    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
+        _need_sentence_transformers()
+        from sentence_transformers import SparseEncoder
+
+        with _quiet():
+            self._model: Any = SparseEncoder(
+                str(root),
+                device=str(device),
+                model_kwargs={"dtype": dtype, "attn_implementation": attention},
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+
+    def result(self, item: str, prompt: str) -> Tensor:
+        """`encode` of one text, dense: [words], on the CPU."""
+        options = {"convert_to_tensor": True, "convert_to_sparse_tensor": False, "show_progress_bar": False}
+        return self._model.encode([item], prompt=prompt, **options)[0].cpu()
+
+
 class CrossEncoderReference(_Preprocessing):
     """`CrossEncoder` on the source checkpoint, in one dtype, one pair at a time."""
 
@@ -239,22 +262,24 @@ class ClassifierReference:
         """Use our length limit."""
         self._limit = limit
 
-    def ids(self, item: str, prompt: str) -> list[int]:
+    def ids(self, item: Any, prompt: str) -> list[int]:
         """The token ids."""
         return self._features(item)["input_ids"][0].tolist()
 
-    def segments(self, item: str, prompt: str) -> list[int]:
+    def segments(self, item: Any, prompt: str) -> list[int]:
         """The segment ids; zeros if the tokenizer emits none."""
         features = self._features(item)
         types = features.get("token_type_ids")
         return types[0].tolist() if types is not None else [0] * features["input_ids"].shape[1]
 
-    def result(self, item: str, prompt: str) -> Tensor:
-        """Logits of one text: [labels] or [tokens, labels], on the CPU."""
+    def result(self, item: Any, prompt: str) -> Tensor:
+        """Logits of one text or pair: [labels] or [tokens, labels], on the CPU."""
         features = {name: tensor.to(self._device) for name, tensor in self._features(item).items()}
         with torch.inference_mode():
             return self._model(**features).logits[0].cpu()
 
-    def _features(self, item: str) -> dict[str, Tensor]:
+    def _features(self, item: Any) -> dict[str, Tensor]:
         cut: dict[str, Any] = {"truncation": True, "max_length": self._limit, "padding": False}
-        return dict(self._tokenizer(item, return_tensors="pt", **cut))
+        # as a batch of one: only so is an empty second text still the second of a pair
+        texts = [[text] for text in ((item,) if isinstance(item, str) else item)]
+        return dict(self._tokenizer(*texts, return_tensors="pt", **cut))

@@ -13,6 +13,7 @@ from toolkit.parity.references import (
     ClassifierReference,
     CrossEncoderReference,
     SentenceTransformersReference,
+    SparseEncoderReference,
     TextReference,
 )
 from toolkit.parity.report import Cell
@@ -33,7 +34,13 @@ _SENTENCES = (
     "numbers 1234567890, 3.14159, 0x7f",
     "A sentence embedding maps a text to a point, so that texts of similar meaning lie close together.",
 )
-_QUANTITIES = {"embed": "vectors", "rerank": "scores", "classify": "logits", "token-classify": "token logits"}
+_QUANTITIES = {
+    "embed": "vectors",
+    "sparse": "vectors",
+    "rerank": "scores",
+    "classify": "logits",
+    "token-classify": "token logits",
+}
 
 
 def in_company(run: Callable[[list[Any]], list[Tensor]], inputs: list[Any], company: str) -> list[Tensor]:
@@ -56,13 +63,13 @@ class TextChecks:
         self._exact = _reference(self._task, checkpoint, torch.float64, torch.device("cpu"), "eager")
         # A score is one number where a vector is hundreds, and one text may be far more sensitive to rounding than all
         # others: so the reference's error is that of both its ways to compute attention.
-        ways = ("eager",) if self._task == "embed" else ("eager", "sdpa")
+        ways = ("eager",) if self._task in ("embed", "sparse") else ("eager", "sdpa")
         same = [_reference(self._task, checkpoint, artifact.dtype, device, way) for way in ways]
         for reference in (self._exact, *same):
             reference.limit_length(manifest.tokenizer.limit)
         prompt = manifest.pipeline.prompt(None, None)
         self.texts = [(item, prompt) for item in _items(self._task, manifest.tokenizer.limit)]
-        if self._task in ("embed", "rerank"):
+        if self._task in ("embed", "sparse", "rerank"):
             self.texts += [(self.texts[3][0], p) for p in manifest.pipeline.prompts.values() if p]
         # A tokenizer without special tokens makes nothing of some texts, and the reference fails on them.
         self.texts = [(item, p) for item, p in self.texts if any(item) or p or self._has_special_tokens()]
@@ -79,7 +86,7 @@ class TextChecks:
         """Texts for which our ids or segment ids differ, with the first difference."""
         found: list[str] = []
         for item, prompt in self.texts:
-            row = runner.rows([item], prompt)[0]
+            row = runner.rows([item], prompt, pairs="allowed")[0]
             ours = list(zip(row.ids.tolist(), row.segments.tolist(), strict=True))
             theirs = list(zip(self._exact.ids(item, prompt), self._exact.segments(item, prompt), strict=True))
             if ours != theirs:
@@ -105,7 +112,7 @@ class TextChecks:
                     mode=mode,
                     path="text",
                     company=company,
-                    quantity=_QUANTITIES[self._task],
+                    quantity=_QUANTITIES.get(self._task, "vectors"),
                     cases=len(self.texts),
                     error=error,
                     reference_error=self._error,
@@ -120,6 +127,8 @@ def _reference(task: str, checkpoint: Path, dtype: torch.dtype, device: torch.de
     match task:
         case "embed":
             return SentenceTransformersReference(checkpoint, dtype, device, attention)
+        case "sparse":
+            return SparseEncoderReference(checkpoint, dtype, device, attention)
         case "rerank":
             return CrossEncoderReference(checkpoint, dtype, device, attention)
         case "classify":
@@ -134,22 +143,23 @@ def _items(task: str, limit: int) -> Sequence[Any]:
     long = ("one two three " * limit).split()
     cut = [" ".join(long[:n]) for n in (limit - 3, limit - 2, limit - 1, limit, 3 * limit) if n > 0]
     texts = [*_SENTENCES, *cut]
-    if task == "embed":
+    if task in ("embed", "sparse"):
         return texts
     # more texts than for vectors, so that the largest error means as much
     draw, words = random.Random(0), " ".join(_SENTENCES).split()
     texts += [" ".join(draw.sample(words, draw.randrange(1, 12))) for _ in range(40)]
-    if task != "rerank":
+    if task == "token-classify":
         return texts
     shifted = texts[1:] + texts[:1]
     short = [("a query", text) for text in cut] + [(text, "a document") for text in cut]
-    return [*zip(texts, shifted, strict=True), *short]
+    pairs = [*zip(texts, shifted, strict=True), *short]
+    return pairs if task == "rerank" else [*texts, *pairs]
 
 
 def _results(runner: Runner, items: list[Any], prompt: str) -> list[Tensor]:
     """Ours, in the form of the reference's `result`."""
     match runner.artifact.manifest.task:
-        case "embed":
+        case "embed" | "sparse":
             return list(runner.embed(items, prompt=prompt))
         case "rerank":
             raw, final = (runner.score(items, activation=a, prompt=prompt).view(len(items), -1) for a in (False, True))
