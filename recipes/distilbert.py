@@ -3,7 +3,7 @@
 from toolkit.config import ConfigReader
 from toolkit.heads import mlm_head, sequence_head, token_head
 from toolkit.recipe import Recipe
-from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
+from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, fuse, rename
 
 from .bert import RECIPE as BERT
@@ -20,15 +20,7 @@ def spec(config: ConfigReader) -> EncoderSpec:
     norm = NormSpec(eps=1e-12)
     block = BlockSpec(
         arrangement="post",
-        attention=AttentionSpec(
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            causal=False,
-            bias=True,
-            out_bias=True,
-        ),
+        attention=self_attention(heads, head_dim, bias=True),
         mlp=MlpSpec(
             width=config.integer("hidden_dim", 3072),
             activation=config.activation("activation", "gelu"),

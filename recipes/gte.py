@@ -8,7 +8,7 @@ from functools import partial
 
 from toolkit.heads import sequence_head, token_head
 from toolkit.recipe import ConfigReader, Recipe
-from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
+from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, either, fuse, rename
 
 # The original checkpoints' names, which `save_pretrained` writes too, and those of the transformers class.
@@ -30,18 +30,10 @@ def spec(
     heads = config.integer("num_attention_heads", 12)
     head_dim = config.head_dim(hidden, heads, "head_dim")
     norm = NormSpec(eps=config.positive("layer_norm_eps", 1e-12))
+    rope = config.rope(head_dim, base, ntk=ntk)
     block = BlockSpec(
         arrangement="post",
-        attention=AttentionSpec(
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            causal=False,
-            bias=True,
-            out_bias=True,
-            rope=config.rope(head_dim, base, ntk=ntk),
-        ),
+        attention=self_attention(heads, head_dim, bias=True, rope=rope),
         mlp=MlpSpec(
             width=config.integer("intermediate_size", 3072),
             activation=config.activation("hidden_act", "gelu"),

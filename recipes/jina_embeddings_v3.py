@@ -5,7 +5,7 @@ Reference: transformers' JinaEmbeddingsV3Model. The original checkpoint's LoRA a
 
 from toolkit.heads import sequence_head, token_head
 from toolkit.recipe import ConfigReader, Recipe
-from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
+from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, either, fuse, refuse, rename
 
 # The original checkpoint's names, which `save_pretrained` writes too, and those of the transformers class.
@@ -20,18 +20,10 @@ def spec(config: ConfigReader) -> EncoderSpec:
     heads = config.integer("num_attention_heads", 16)
     head_dim = config.head_dim(hidden, heads, "head_dim")
     norm = NormSpec(eps=config.positive("layer_norm_eps", 1e-5))
+    rope = config.rope(head_dim, 20_000.0, ("rope_theta", "rotary_emb_base"))
     block = BlockSpec(
         arrangement="post",
-        attention=AttentionSpec(
-            heads=heads,
-            kv_heads=heads,
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            causal=False,
-            bias=True,
-            out_bias=True,
-            rope=config.rope(head_dim, 20_000.0, ("rope_theta", "rotary_emb_base")),
-        ),
+        attention=self_attention(heads, head_dim, bias=True, rope=rope),
         mlp=MlpSpec(
             width=config.integer("intermediate_size", 4096),
             activation=config.activation("hidden_act", "gelu"),

@@ -151,10 +151,9 @@ def _read_task(checkpoint: Checkpoint, recipe: Recipe) -> str:
         return tasks[0] if len(tasks) == 1 or is_reranker(checkpoint) else tasks[1]
     foreign = [name for name in classes if name not in recipe.classes]
     if foreign and not checkpoint.has("modules.json"):
-        known = ", ".join((*recipe.classes, *(name for head in recipe.heads for name in head.classes)))
         raise UnsupportedError(
             f"config.json: architectures = {foreign} is not supported for {recipe.model_type!r}; "
-            f"supported: {known}. If the base model is what you want, say --task embed"
+            f"supported: {', '.join(recipe.all_classes)}. If the base model is what you want, say --task embed"
         )
     return "embed"
 

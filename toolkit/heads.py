@@ -35,15 +35,17 @@ class TaskHead:
     rules: tuple[Rule, ...]
 
 
-def first_token_steps(activation: Activation | str) -> MakeSteps:
-    """First token's state, dense layer, activation, dense layer to the labels.
+def _named(config: ConfigReader, activation: str) -> Activation:
+    """An activation's own name, or that of the configuration field that names it, with gelu as its default."""
+    known: dict[str, Activation] = {"tanh": "tanh", "gelu": "gelu", "relu": "relu"}
+    return known.get(activation) or config.activation(activation, "gelu")
 
-    An `activation` that no activation is called is the name of a configuration field, with gelu as its default.
-    """
+
+def first_token_steps(activation: str) -> MakeSteps:
+    """First token's state, dense layer, activation (or the field that names it), dense layer to the labels."""
 
     def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
-        known: dict[str, Activation] = {"tanh": "tanh", "gelu": "gelu", "relu": "relu"}
-        name = known.get(activation) or config.activation(activation, "gelu")
+        name = _named(config, activation)
         return (
             PoolingStep(modes=("cls",)),
             DenseStep(name="dense", on="vectors", inputs=hidden, outputs=hidden, bias=True, activation=name),
@@ -138,13 +140,13 @@ def mlm_head(
     """
 
     def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
-        chosen = "gelu" if activation == "gelu" else config.activation(activation, "gelu")
+        chosen = _named(config, activation)
         used = eps if eps is not None else config.positive("layer_norm_eps", 1e-12)
         words = config.integer("vocab_size", 1)
         return (
             DenseStep(name="dense", on="tokens", inputs=hidden, outputs=hidden, bias=True, activation=chosen),
             NormStep(name="norm", on="tokens", width=hidden, norm=NormSpec(eps=used)),
-            VocabularyStep(name="out", on="tokens", width=hidden, outputs=words),
+            VocabularyStep(name="out", on="tokens", outputs=words),
         )
 
     return TaskHead(

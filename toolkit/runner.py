@@ -50,10 +50,9 @@ class Runner:
         self.model = build_encoder(manifest.spec, backend)
         self.head = build_head(manifest.head, device, skips=not manifest.pipeline.include_prompt)
         parts = nn.ModuleDict({"encoder": self.model, "head": self.head})
-        shapes = {name.removeprefix("encoder."): p.shape for name, p in parts.named_parameters()}
-        weights = artifact.weights(shapes)
-        fill(self.model, {n: w for n, w in weights.items() if not n.startswith("head.")}, device)
-        fill(self.head, {n[5:]: w for n, w in weights.items() if n.startswith("head.")}, device)
+        stored = {name.removeprefix("encoder."): name for name, _ in parts.named_parameters()}
+        weights = artifact.weights({name: parts.get_parameter(own).shape for name, own in stored.items()})
+        fill(parts, {stored[name]: weight for name, weight in weights.items()}, device)
         self.head.tie(self.model.embeddings.token.weight)
         self.head.use_float32_for_vectors()
         self._weight_bytes = sum(p.nbytes for p in parts.parameters())
@@ -298,7 +297,7 @@ class Runner:
                 )
         skip = self._texts.prompt_length(prompt) if self.head.skips else 0
         for number, row in self._texts.encode(texts).items():
-            rows[number] = replace(row, skip=min(skip, len(row)))
+            rows[number] = replace(row, skip=min(skip, len(row))) if skip else row
         return [row for row in rows if row is not None]
 
     def _batches(self, rows: list[Row]) -> Iterator[tuple[list[int], PackedBatch]]:

@@ -36,7 +36,7 @@ __all__ = [
     "stack",
 ]
 
-Activation = Literal["gelu", "gelu_tanh", "relu", "silu", "tanh"]
+Activation = Literal["gelu", "gelu_tanh", "identity", "relu", "sigmoid", "silu", "tanh"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,7 +246,7 @@ class DenseStep:
     inputs: int
     outputs: int
     bias: bool
-    activation: Activation | Literal["identity", "sigmoid"] = "identity"
+    activation: Activation = "identity"
     residual: bool = False
 
 
@@ -268,7 +268,6 @@ class VocabularyStep:
     kind: Literal["vocabulary"] = "vocabulary"
     name: str = ""
     on: Place
-    width: int
     outputs: int
 
 

@@ -234,7 +234,7 @@ def test_without_a_c_compiler_the_mode_is_eager(monkeypatch: pytest.MonkeyPatch)
     assert "apt-get install gcc" in reason
     with pytest.warns(UserWarning, match="no C compiler"):
         assert resolve_mode("auto", torch.device("cuda")) == "eager"
-    assert Pooling(("mean",), True, torch.device("cuda")).fused is None
+    assert Pooling(("mean",), torch.device("cuda")).fused is None
 
 
 def test_load_chooses_graphs(cuda_artifact: Path) -> None:

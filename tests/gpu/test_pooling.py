@@ -16,7 +16,7 @@ def test_the_kernel_equals_plain_torch(hidden: int, dtype: torch.dtype, normaliz
     states = (torch.randn(5000, hidden, device=CUDA) + 3).to(dtype)
     states[4900:] = float("nan")
     offsets = torch.tensor([0, 1, 1, 33, 4900, 4900, 4900], dtype=torch.int32, device=CUDA)
-    ours = Pooling(("mean",), normalize, CUDA)
+    ours = Pooling(("mean",), CUDA, normalize=normalize)
     assert ours.fused is not None
     vectors = ours(states, offsets, None)
     bounds = offsets.tolist()
@@ -30,4 +30,4 @@ def test_the_kernel_equals_plain_torch(hidden: int, dtype: torch.dtype, normaliz
 
 def test_no_sequences() -> None:
     offsets = torch.zeros(1, dtype=torch.int32, device=CUDA)
-    assert Pooling(("mean",), True, CUDA)(torch.randn(3, 8, device=CUDA), offsets, None).shape == (0, 8)
+    assert Pooling(("mean",), CUDA, normalize=True)(torch.randn(3, 8, device=CUDA), offsets, None).shape == (0, 8)

@@ -132,3 +132,11 @@ def test_steps_on_tokens_give_each_token_a_result() -> None:
     assert (output.tokens - exact).abs().max() < 1e-6
     assert output.vectors.shape == (2, 0)
     assert output.states is states
+
+
+def test_vectors_are_scaled_once() -> None:
+    """The pooling scales in the place of the step that follows it; a later one stands for itself."""
+    dense = DenseStep(on="vectors", inputs=8, outputs=8, bias=False)
+    scale = NormalizeStep(on="vectors")
+    kinds = [type(step).__name__ for step in head_of(PoolingStep(modes=("mean",)), scale, dense, scale).steps.values()]
+    assert kinds == ["Pooling", "Identity", "Dense", "Normalize"]

@@ -43,11 +43,7 @@ class Dense(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, inputs] → […, outputs]."""
-        y = self.linear(x)
-        if self.step.activation == "sigmoid":
-            y = torch.sigmoid(y)
-        elif self.step.activation != "identity":
-            y = apply_activation(y, self.step.activation)
+        y = apply_activation(self.linear(x), self.step.activation)
         if self.step.residual:
             y = y + (self.residual(x) if self.residual is not None else x)
         return y
@@ -96,7 +92,7 @@ class Pooling(nn.Module):
     On CUDA the plain mean and the scaling are one Triton kernel, if Triton can run.
     """
 
-    def __init__(self, modes: tuple[str, ...], normalize: bool, device: torch.device) -> None:
+    def __init__(self, modes: tuple[str, ...], device: torch.device, *, normalize: bool = False) -> None:
         super().__init__()
         self.modes, self.normalize = modes, normalize
         self.fused: Callable[[Tensor, Tensor, bool], Tensor] | None = None
@@ -121,13 +117,16 @@ class Head(nn.Module):
     def __init__(self, spec: HeadSpec, device: torch.device, skips: bool) -> None:
         super().__init__()
         self.spec, self.skips = spec, skips
-        scaled = NormalizeStep(on="vectors")  # done by the pooling that it follows
-        after = [*spec.steps[1:], None]
         self.steps = nn.ModuleDict()
-        for k, (step, follower) in enumerate(zip(spec.steps, after, strict=True)):
-            pooling = isinstance(step, PoolingStep)
-            module = Pooling(step.modes, follower == scaled, device) if pooling else _build_step(step)
-            self.steps[getattr(step, "name", "") or str(k)] = module
+        before: nn.Module | None = None
+        for k, step in enumerate(spec.steps):
+            if isinstance(step, PoolingStep):
+                module = Pooling(step.modes, device)
+            elif isinstance(before, Pooling) and step == NormalizeStep(on="vectors"):
+                before.normalize, module = True, nn.Identity()  # the pooling does both
+            else:
+                module = _build_step(step)
+            self.steps[getattr(step, "name", "") or str(k)] = before = module
 
     def forward(self, states_TD: Tensor, cu_seqlens: Tensor, skip_S: Tensor) -> Output:
         """[T, D], int32 [S + 1], int32 [S] → everything that the steps make of it."""

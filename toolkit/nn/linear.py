@@ -21,8 +21,12 @@ def apply_activation(x: Tensor, activation: Activation) -> Tensor:
             return F.gelu(x)
         case "gelu_tanh":
             return F.gelu(x, approximate="tanh")
+        case "identity":
+            return x
         case "relu":
             return F.relu(x)
+        case "sigmoid":
+            return torch.sigmoid(x)
         case "silu":
             return F.silu(x)
         case "tanh":

@@ -1,7 +1,7 @@
 """The reference models, loaded from the source checkpoint; each case runs alone and unpadded."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,12 +28,8 @@ class TextReference(Protocol):
         """Use our length limit, where the checkpoint's exceeds what the model can take."""
         ...
 
-    def ids(self, item: Any, prompt: str) -> list[int]:
-        """The token ids that it feeds."""
-        ...
-
-    def segments(self, item: Any, prompt: str) -> list[int]:
-        """The segment ids that it feeds; zeros if there are none."""
+    def tokens(self, item: Any, prompt: str) -> list[tuple[int, int]]:
+        """(token id, segment id) of each token that it feeds; segments are zeros if there are none."""
         ...
 
     def result(self, item: Any, prompt: str) -> Tensor:
@@ -118,13 +114,6 @@ class TransformersReference:
         return run
 
 
-def _need_sentence_transformers() -> None:
-    if find_spec("sentence_transformers") is None:
-        raise MissingDependencyError(
-            "parity needs sentence-transformers: pip install 'dualgraph-toolkit[reference]', or pass --no-verify"
-        )
-
-
 def _with_attention(attention: str, make: Callable[[str], Any]) -> Any:
     """Make a model with this attention; with its plain one where transformers has no other for the architecture."""
     try:
@@ -133,47 +122,57 @@ def _with_attention(attention: str, make: Callable[[str], Any]) -> Any:
         return make("eager")
 
 
-class _Preprocessing:
-    """Token ids and segments, as a model of sentence-transformers prepares them."""
+def _tokens(features: Mapping[str, Tensor]) -> list[tuple[int, int]]:
+    """(token id, segment id) of each token of a batch of one."""
+    ids = features["input_ids"][0]
+    types = features.get("token_type_ids")
+    segments = types[0] if types is not None else torch.zeros_like(ids)
+    return list(zip(ids.tolist(), segments.tolist(), strict=True))
 
-    _model: Any
+
+class _SentenceTransformersModel:
+    """A model of sentence-transformers, of the class `kind`, on the source checkpoint, in one dtype."""
+
+    kind: str
+
+    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
+        if find_spec("sentence_transformers") is None:
+            raise MissingDependencyError(
+                "parity needs sentence-transformers: pip install 'dualgraph-toolkit[reference]', or pass --no-verify"
+            )
+        import sentence_transformers
+
+        def make(name: str) -> Any:
+            return getattr(sentence_transformers, self.kind)(
+                str(root),
+                device=str(device),
+                model_kwargs={"dtype": dtype, "attn_implementation": name},
+                trust_remote_code=False,
+                local_files_only=True,
+            )
+
+        with _quiet():
+            self._model: Any = self._make(attention, make)
+
+    def _make(self, attention: str, make: Callable[[str], Any]) -> Any:
+        return make(attention)
 
     def limit_length(self, limit: int) -> None:
         """Use our length limit, where the checkpoint's exceeds what the model can take."""
         self._model.max_seq_length = limit
 
-    def ids(self, item: Any, prompt: str) -> list[int]:
-        """The token ids that it feeds."""
-        return self._features(item, prompt)["input_ids"][0].tolist()
-
-    def segments(self, item: Any, prompt: str) -> list[int]:
-        """The segment ids that it feeds; zeros if there are none."""
-        features = self._features(item, prompt)
-        types = features.get("token_type_ids")
-        return types[0].tolist() if types is not None else [0] * features["input_ids"].shape[1]
-
-    def _features(self, item: Any, prompt: str) -> dict[str, Tensor]:
+    def tokens(self, item: Any, prompt: str) -> list[tuple[int, int]]:
+        """(token id, segment id) of each token that it feeds; segments are zeros if there are none."""
         features = self._model.preprocess([item], prompt=prompt)
         if features["input_ids"].shape[0] != 1:
             raise ParityError("sentence-transformers flattened a batch of one text: cannot compare token ids")
-        return features
+        return _tokens(features)
 
 
-class SentenceTransformersReference(_Preprocessing):
-    """`SentenceTransformer` on the source checkpoint, in one dtype, one text at a time."""
+class SentenceTransformersReference(_SentenceTransformersModel):
+    """`SentenceTransformer`, one text at a time."""
 
-    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
-        _need_sentence_transformers()
-        from sentence_transformers import SentenceTransformer
-
-        with _quiet():
-            self._model: Any = SentenceTransformer(
-                str(root),
-                device=str(device),
-                model_kwargs={"dtype": dtype, "attn_implementation": attention},
-                trust_remote_code=False,
-                local_files_only=True,
-            )
+    kind = "SentenceTransformer"
 
     def result(self, item: str, prompt: str) -> Tensor:
         """`encode` of one text: [dim], on the CPU."""
@@ -184,21 +183,10 @@ class SentenceTransformersReference(_Preprocessing):
         return self._model.encode(texts, batch_size=batch_size, convert_to_tensor=True).float().cpu()
 
 
-class SparseEncoderReference(_Preprocessing):
-    """`SparseEncoder` on the source checkpoint, in one dtype, one text at a time."""
+class SparseEncoderReference(_SentenceTransformersModel):
+    """`SparseEncoder`, one text at a time."""
 
-    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
-        _need_sentence_transformers()
-        from sentence_transformers import SparseEncoder
-
-        with _quiet():
-            self._model: Any = SparseEncoder(
-                str(root),
-                device=str(device),
-                model_kwargs={"dtype": dtype, "attn_implementation": attention},
-                trust_remote_code=False,
-                local_files_only=True,
-            )
+    kind = "SparseEncoder"
 
     def result(self, item: str, prompt: str) -> Tensor:
         """`encode` of one text, dense: [words], on the CPU."""
@@ -206,24 +194,13 @@ class SparseEncoderReference(_Preprocessing):
         return self._model.encode([item], prompt=prompt, **options)[0].cpu()
 
 
-class CrossEncoderReference(_Preprocessing):
-    """`CrossEncoder` on the source checkpoint, in one dtype, one pair at a time."""
+class CrossEncoderReference(_SentenceTransformersModel):
+    """`CrossEncoder`, one pair at a time."""
 
-    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
-        _need_sentence_transformers()
-        from sentence_transformers import CrossEncoder
+    kind = "CrossEncoder"
 
-        with _quiet():
-            self._model: Any = _with_attention(
-                attention,
-                lambda name: CrossEncoder(
-                    str(root),
-                    device=str(device),
-                    model_kwargs={"dtype": dtype, "attn_implementation": name},
-                    trust_remote_code=False,
-                    local_files_only=True,
-                ),
-            )
+    def _make(self, attention: str, make: Callable[[str], Any]) -> Any:
+        return _with_attention(attention, make)
 
     def result(self, item: Any, prompt: str) -> Tensor:
         """Raw logits of one pair, then what `predict` makes of them: [2 × labels], on the CPU."""
@@ -232,10 +209,6 @@ class CrossEncoderReference(_Preprocessing):
             for f in (torch.nn.Identity(), None)
         )
         return torch.cat((raw.view(-1), final.view(-1))).cpu()
-
-    def scores(self, pairs: list[Any], batch_size: int) -> Tensor:
-        """`predict` of many pairs, on the CPU."""
-        return self._model.predict(pairs, batch_size=batch_size, convert_to_tensor=True, show_progress_bar=False).cpu()
 
 
 class ClassifierReference:
@@ -262,15 +235,9 @@ class ClassifierReference:
         """Use our length limit."""
         self._limit = limit
 
-    def ids(self, item: Any, prompt: str) -> list[int]:
-        """The token ids."""
-        return self._features(item)["input_ids"][0].tolist()
-
-    def segments(self, item: Any, prompt: str) -> list[int]:
-        """The segment ids; zeros if the tokenizer emits none."""
-        features = self._features(item)
-        types = features.get("token_type_ids")
-        return types[0].tolist() if types is not None else [0] * features["input_ids"].shape[1]
+    def tokens(self, item: Any, prompt: str) -> list[tuple[int, int]]:
+        """(token id, segment id) of each token; segments are zeros if the tokenizer emits none."""
+        return _tokens(self._features(item))
 
     def result(self, item: Any, prompt: str) -> Tensor:
         """Logits of one text or pair: [labels] or [tokens, labels], on the CPU."""

@@ -34,13 +34,7 @@ _SENTENCES = (
     "numbers 1234567890, 3.14159, 0x7f",
     "A sentence embedding maps a text to a point, so that texts of similar meaning lie close together.",
 )
-_QUANTITIES = {
-    "embed": "vectors",
-    "sparse": "vectors",
-    "rerank": "scores",
-    "classify": "logits",
-    "token-classify": "token logits",
-}
+_QUANTITIES = {"rerank": "scores", "classify": "logits", "token-classify": "token logits"}
 
 
 def in_company(run: Callable[[list[Any]], list[Tensor]], inputs: list[Any], company: str) -> list[Tensor]:
@@ -80,7 +74,7 @@ class TextChecks:
         self._bound = bound(artifact.dtype, self._error, self._expected)
 
     def _has_special_tokens(self) -> bool:
-        return len(self._exact.ids("a", "")) > 1
+        return len(self._exact.tokens("a", "")) > 1
 
     def tokenizer_differences(self, runner: Runner) -> list[str]:
         """Texts for which our ids or segment ids differ, with the first difference."""
@@ -88,7 +82,7 @@ class TextChecks:
         for item, prompt in self.texts:
             row = runner.rows([item], prompt, pairs="allowed")[0]
             ours = list(zip(row.ids.tolist(), row.segments.tolist(), strict=True))
-            theirs = list(zip(self._exact.ids(item, prompt), self._exact.segments(item, prompt), strict=True))
+            theirs = self._exact.tokens(item, prompt)
             if ours != theirs:
                 found.append(f"{str(item)[:40]!r}: {len(ours)} ids {ours[:6]}, expected {len(theirs)} ids {theirs[:6]}")
         return found
