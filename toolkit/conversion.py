@@ -17,9 +17,10 @@ from toolkit.checkpoint import Checkpoint, open_checkpoint
 from toolkit.config import ConfigReader
 from toolkit.errors import ArtifactError, CheckpointError, InputError, ParityError, UnsupportedError
 from toolkit.heads import TaskHead
+from toolkit.modules import stored_name
 from toolkit.nn.head import build_head
 from toolkit.nn.model import build_encoder, part_shapes
-from toolkit.pipeline import ReadPipeline, checkpoint_kind, is_reranker, read_pipeline, stored_name
+from toolkit.pipeline import ReadPipeline, checkpoint_kind, is_reranker, read_pipeline
 from toolkit.recipe import Recipe
 from toolkit.registry import RegisteredRecipe, find_recipe
 from toolkit.scoring import count_labels, read_scoring

@@ -1,9 +1,9 @@
 """Run a converted module: inputs → rows → packed batches → graph → vectors or states, in the caller's order."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,17 +16,15 @@ from toolkit.devices import resolve_device, resolve_mode
 from toolkit.errors import InputError, UnsupportedError
 from toolkit.executor import Direct, Executor, RunnerStats
 from toolkit.graphs import BucketLadder, GraphPair
-from toolkit.inputs import Limits, MixedPrompt, PromptEmbeds, Row, RowInput, TokenIds, check_row
+from toolkit.inputs import Limits, Row, RowInput, TokenIds, check_row
 from toolkit.nn.head import Head, Output, build_head
 from toolkit.nn.linear import can_pack, pack_linears
 from toolkit.nn.model import build_encoder, fill
+from toolkit.rows import Input, Pairs, listed, read_rows
 from toolkit.scoring import Classification, Scoring, TokenClassification
 from toolkit.tokenizer import Pair, TextEncoder
 
 __all__ = ["Input", "Runner", "RunnerStats", "load"]
-
-Input = str | RowInput
-Pairs = Literal["no", "allowed", "only"]
 
 _CPU_BATCH_TOKENS = 2048
 _CUDA_BATCH_TOKENS = 65536
@@ -184,7 +182,7 @@ class Runner:
             UnsupportedError: the artifact was converted for another task.
         """
         scoring = self._scoring("classify_tokens", "token-classify")
-        items = _listed(inputs, pairs="no")
+        items = listed(inputs, pairs="no")
         logits = self._per_token(self.rows(items, ""), len(scoring.labels), lambda output: output.tokens)
         places = self._texts.places({k: item for k, item in enumerate(items) if isinstance(item, str)})
         return [TokenClassification.of(x.float(), scoring, places.get(k)) for k, x in enumerate(logits)]
@@ -274,31 +272,9 @@ class Runner:
         return rows
 
     def rows(self, inputs: Input | Pair | Sequence[Input | Pair], prompt: str, *, pairs: Pairs = "no") -> list[Row]:
-        """Tokenize and check, in the caller's order.
-
-        `pairs` says whether an item may be a pair of texts: "no", "allowed", or "only" (no single texts). A tuple of
-        two texts in the place of a sequence of inputs is one pair where pairs are allowed.
-        """
-        items = _listed(inputs, pairs)
-        texts: dict[int, str | Pair] = {}
-        rows: list[Row | None] = [None] * len(items)
-        for number, item in enumerate(items):
-            if isinstance(item, str) and pairs != "only":
-                texts[number] = prompt + item
-            elif pairs != "no" and _is_pair(item):
-                texts[number] = (prompt + item[0], item[1])
-            elif isinstance(item, TokenIds | PromptEmbeds | MixedPrompt):
-                rows[number] = check_row(item, self.limits, f"input {number}")
-            else:
-                texts_are = {"no": "str", "allowed": "str, a pair of texts", "only": "a pair of texts"}[pairs]
-                raise InputError(
-                    f"input {number} is a {type(item).__name__}, expected {texts_are}, TokenIds, PromptEmbeds or "
-                    "MixedPrompt"
-                )
+        """Tokenize and check, in the caller's order; see `toolkit.rows.read_rows`."""
         skip = self._texts.prompt_length(prompt) if self.head.skips else 0
-        for number, row in self._texts.encode(texts).items():
-            rows[number] = replace(row, skip=min(skip, len(row))) if skip else row
-        return [row for row in rows if row is not None]
+        return read_rows(inputs, prompt, self._texts, self.limits, pairs=pairs, skip=skip)
 
     def _batches(self, rows: list[Row]) -> Iterator[tuple[list[int], PackedBatch]]:
         """Pack rows of similar length together; yields the rows' numbers and their batch.
@@ -337,18 +313,6 @@ class Runner:
             f"{method} needs an artifact of task {task!r}; {self.artifact.folder} was converted for "
             f"{self.artifact.manifest.task!r}"
         )
-
-
-def _listed(inputs: Any, pairs: Pairs) -> list[Any]:
-    """One input, or a sequence of them, as a list."""
-    if not isinstance(inputs, RowInput | Iterable):
-        raise InputError(f"inputs are a {type(inputs).__name__}, expected an input or a sequence of them")
-    one = isinstance(inputs, str | RowInput) or (pairs != "no" and isinstance(inputs, tuple) and _is_pair(inputs))
-    return [inputs] if one else list(inputs)  # type: ignore[arg-type]
-
-
-def _is_pair(item: object) -> TypeGuard[Pair]:
-    return isinstance(item, tuple | list) and len(item) == 2 and all(isinstance(text, str) for text in item)
 
 
 def _with_head(states: Callable[..., Tensor], head: Head) -> Callable[..., Output]:
