@@ -10,6 +10,7 @@ from typing import Any
 FOLDER = Path(__file__).parent / "results"
 README = Path(__file__).parent.parent / "README.md"
 BEGIN, END = "<!-- benchmarks: written by benchmarks/report.py -->", "<!-- end of benchmarks -->"
+SUITE = "encoders-h200.json"
 MACHINES = {"minilm-cpu.json": "CPU", "minilm-h200.json": "H200"}
 
 
@@ -51,6 +52,33 @@ def rows(result: dict[str, Any], machine: str) -> list[str]:
     return lines
 
 
+def suite_lines() -> list[str]:
+    """Each model of the suite beside sentence-transformers' best batch, padded and unpadded."""
+    result = load(SUITE)
+    lines = [
+        "| model, parameters | toolkit | padded, SDPA | | unpadded, flash attention | |",
+        "|---|---|---|---|---|---|",
+    ]
+    for run in result["runs"]:
+        ours, *peers = run["measurements"]
+        cells = [f"{run['model']}, {run['parameters'] / 1e6:.0f} M", f"{ours['value']:,.0f}"]
+        for kind in ("padded", "unpadded"):
+            found = [m for m in peers if m["setting"].startswith(kind)]
+            best_of = min(found, key=lambda m: m["ratio"]) if found else None
+            cells.append(f"{best_of['value']:,.0f} ({best_of['setting'].split(', ', 1)[1]})" if best_of else "—")
+            cells.append(f"**{best_of['ratio']:.2f} ×**" if best_of else "—")
+        lines.append("| " + " | ".join(cells) + " |")
+    texts = {run["task"]: run["texts"] for run in result["runs"]}
+    versions = ", ".join(f"{k} {result['versions'][k]}" for k in ("torch", "transformers", "sentence-transformers"))
+    note = (
+        "Tokens per second, strings to vectors (rerankers: pairs of strings to scores), beside sentence-transformers "
+        f"at its best batch size. {result['hardware']}, {result['dtype']}, {versions}; random weights; "
+        + "; ".join(f"{task}: {t['count']} inputs, {t['tokens']:,} tokens" for task, t in texts.items())
+        + ". sentence-transformers packs no rerankers."
+    )
+    return [note, "", *lines]
+
+
 def block() -> str:
     """The README's section, from the files alone."""
     lines = ["| | figure | toolkit | peer, at its best | | ratio |", "|---|---|---|---|---|---|"]
@@ -64,7 +92,7 @@ def block() -> str:
             f"{machine}: {result['hardware']}, {result['dtype']}, mode {result['mode']}, {versions}; "
             f"{texts['count']} texts, {texts['tokens']:,} tokens."
         )
-    return "\n".join([BEGIN, *lines, "", *notes, END])
+    return "\n".join([BEGIN, *lines, "", *notes, "", *suite_lines(), END])
 
 
 def draw() -> None:

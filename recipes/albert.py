@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from toolkit.config import ConfigReader
-from toolkit.heads import sequence_head, token_head
+from toolkit.heads import mlm_head, sequence_head, token_head
 from toolkit.recipe import Recipe
 from toolkit.spec import EncoderSpec
 from toolkit.weights import drop, fuse, rename
@@ -67,6 +67,13 @@ RECIPE = Recipe(
     heads=(
         sequence_head("AlbertForSequenceClassification", "tanh", "pooler", dense_inside=True),
         token_head("AlbertForTokenClassification"),
+        mlm_head(
+            "AlbertForMaskedLM",
+            dense="predictions.dense",
+            norm="predictions.LayerNorm",
+            decoder="predictions.decoder",
+            bias="predictions.bias",
+        ),
     ),
     # Dropout is off at inference; pad tokens never reach a packed batch, and positions ignore them.
     irrelevant=frozenset(

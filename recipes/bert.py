@@ -81,21 +81,15 @@ RECIPE = Recipe(
         drop("embeddings.position_ids", why="a buffer of consecutive numbers, not a parameter"),
         drop("embeddings.token_type_ids", why="a buffer of zeros, not a parameter"),
         drop("pooler.dense.{p}", why="the vectors are pooled from token states, not by BERT's pooler"),
-        drop("cls.{*}", why="the pre-training heads do not take part in embeddings", outside=True),
+        drop("cls.predictions.{*}", why="the masked language model's head takes no part in embeddings", outside=True),
+        drop("cls.seq_relationship.{p}", why="the pre-training heads do not take part in embeddings", outside=True),
         drop("classifier.{p}", why="a classification head does not take part in embeddings", outside=True),
         drop("qa_outputs.{p}", why="a question answering head does not take part in embeddings", outside=True),
     ),
     heads=(
         sequence_head("BertForSequenceClassification", "tanh", "pooler.dense", dense_inside=True),
         token_head("BertForTokenClassification"),
-        mlm_head(
-            "BertForMaskedLM",
-            "hidden_act",
-            dense="cls.predictions.transform.dense",
-            norm="cls.predictions.transform.LayerNorm",
-            bias="cls.predictions.bias",
-            decoder="cls.predictions.decoder",
-        ),
+        mlm_head("BertForMaskedLM"),
     ),
     # Dropout is off; pad tokens never reach a packed batch, and BERT's positions ignore them; Google's own
     # checkpoints describe the pooler.

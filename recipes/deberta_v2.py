@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 
 from toolkit.errors import UnsupportedError
-from toolkit.heads import sequence_head, token_head
+from toolkit.heads import either_head, mlm_head, sequence_head, token_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import AttentionSpec, DisentangledSpec, EncoderSpec, stack
 from toolkit.weights import drop, fuse, rename
@@ -66,6 +66,7 @@ def attention(config: ConfigReader, base: EncoderSpec) -> AttentionSpec:
 NO_TERM = "relative_attention and pos_att_type ask for no term that uses the distances"
 LEFTOVERS = ("word_embeddings._weight", "position_embeddings._weight", "position_ids")  # of training; a buffer
 HEADS = ("cls", "lm_predictions", "mask_predictions", "pooler", "classifier", "qa_outputs")
+MLM, NEWER = "DebertaV2ForMaskedLM", "lm_predictions.lm_head"
 OTHERS = {"embeddings.position.weight", "blocks.{i}.attention.qkv.{p}"}
 
 RECIPE = Recipe(
@@ -91,27 +92,23 @@ RECIPE = Recipe(
     heads=(
         sequence_head("DebertaV2ForSequenceClassification", "pooler_hidden_act", "pooler.dense"),
         token_head("DebertaV2ForTokenClassification"),
+        either_head(
+            "legacy",
+            True,
+            mlm_head(MLM),
+            mlm_head(MLM, dense=f"{NEWER}.dense", norm=f"{NEWER}.LayerNorm", decoder=NEWER, bias="", unties=False),
+        ),
     ),
-    # Dropout is off at inference, padding never reaches a packed batch, and the pooler and the masked language model's
-    # head (`legacy` is its older form) are dropped. Without a kernel (see `spec`) the convolution has no groups either.
+    # Dropout is off at inference, padding never reaches a packed batch, the pooler is dropped, `legacy` chooses a head.
+    # Without a kernel (see `spec`) the convolution has no groups either.
     irrelevant=frozenset(
         """
         hidden_dropout_prob attention_probs_dropout_prob pad_token_id padding_idx pooler_dropout pooler_hidden_act
         pooler_hidden_size legacy conv_act conv_groups
         """.split()
     ),
-    tiny={
-        **BERT.tiny,
-        "model_type": "deberta-v2",
-        "architectures": ["DebertaV2Model"],
-        "embedding_size": 24,
-        "max_position_embeddings": 60,
-        "max_relative_positions": 40,
-        "norm_rel_ebd": "layer_norm",
-        "pos_att_type": "p2c|c2p",
-        "position_biased_input": False,
-        "position_buckets": 8,
-        "relative_attention": True,
-    },
+    tiny={**BERT.tiny, "model_type": "deberta-v2", "architectures": ["DebertaV2Model"], "embedding_size": 24}
+    | {"max_position_embeddings": 60, "max_relative_positions": 40, "norm_rel_ebd": "layer_norm"}
+    | {"pos_att_type": "p2c|c2p", "position_biased_input": False, "position_buckets": 8, "relative_attention": True},
     note="relative positions by content; no convolution (conv_kernel_size)",
 )

@@ -79,12 +79,10 @@ RECIPE = Recipe(
         token_head("DistilBertForTokenClassification"),
         mlm_head(
             "DistilBertForMaskedLM",
-            "activation",
             dense="vocab_transform",
             norm="vocab_layer_norm",
-            bias="vocab_projector.bias",
             decoder="vocab_projector",
-            eps=1e-12,
+            bias="",
         ),
     ),
     # Dropout is off at inference; pad tokens never reach a packed batch; the table of positions is stored and read

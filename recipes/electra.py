@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from toolkit.config import ConfigReader
-from toolkit.heads import sequence_head, token_head
+from toolkit.heads import mlm_head, sequence_head, token_head
 from toolkit.spec import EncoderSpec
 from toolkit.weights import drop, rename
 
@@ -50,6 +50,14 @@ RECIPE = replace(
     heads=(
         sequence_head("ElectraForSequenceClassification", "gelu", "classifier.dense", "classifier.out_proj"),
         token_head("ElectraForTokenClassification"),
+        mlm_head(
+            "ElectraForMaskedLM",
+            dense="generator_predictions.dense",
+            norm="generator_predictions.LayerNorm",
+            decoder="generator_lm_head",
+            bias="",
+            activation="gelu",
+        ),
     ),
     tiny={
         **BERT.tiny,

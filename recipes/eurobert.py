@@ -1,6 +1,6 @@
 """EuroBERT (Boizard et al., 2025, https://arxiv.org/abs/2503.05500); reference: transformers' EuroBertModel."""
 
-from toolkit.heads import late_head, token_head
+from toolkit.heads import late_head, token_head, vocabulary_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
 from toolkit.weights import drop, fuse, rename
@@ -79,6 +79,14 @@ RECIPE = Recipe(
     heads=(
         late_head("EuroBertForSequenceClassification"),
         token_head("EuroBertForTokenClassification"),
+        vocabulary_head(
+            "EuroBertForMaskedLM",
+            before=lambda config, spec: (),
+            rules=(),
+            decoder="lm_head",
+            biased=("mlp_bias", False),
+            tied=False,
+        ),
     ),
     # Dropout is off at inference; pad and mask tokens are ordinary rows of the table; the reference does not read
     # pretraining_tp; the other ones belong to heads, which are dropped above, or to the tokenizer.

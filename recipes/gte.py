@@ -6,7 +6,7 @@ Reference: transformers' GteModel. Checkpoints with model_type "new" hold the sa
 from dataclasses import replace
 from functools import partial
 
-from toolkit.heads import sequence_head, token_head
+from toolkit.heads import lm_head, sequence_head, token_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, either, fuse, rename
@@ -30,7 +30,7 @@ def spec(
     heads = config.integer("num_attention_heads", 12)
     head_dim = config.head_dim(hidden, heads, "head_dim")
     norm = NormSpec(eps=config.positive("layer_norm_eps", 1e-12))
-    rope = config.rope(head_dim, base, ntk=ntk)
+    rope = config.rope(head_dim, base, more=("ntk",) if ntk else ())
     block = BlockSpec(
         arrangement="post",
         attention=self_attention(heads, head_dim, bias=True, rope=rope),
@@ -87,6 +87,7 @@ GTE = Recipe(
     heads=(
         sequence_head("GteForSequenceClassification", "tanh", "pooler.dense", dense_inside=True),
         token_head("GteForTokenClassification"),
+        lm_head("GteForMaskedLM", norm=("lm_head.norm", "lm_head.layer_norm"), bias=""),
     ),
     # Dropout is off at inference and pad tokens never reach a packed batch; the others choose how the original code
     # stores or runs the same computation.

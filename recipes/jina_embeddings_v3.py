@@ -3,7 +3,7 @@
 Reference: transformers' JinaEmbeddingsV3Model. The original checkpoint's LoRA adapters are refused.
 """
 
-from toolkit.heads import sequence_head, token_head
+from toolkit.heads import lm_head, sequence_head, token_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, either, fuse, refuse, rename
@@ -75,6 +75,7 @@ RECIPE = Recipe(
     heads=(
         sequence_head("JinaEmbeddingsV3ForSequenceClassification", "tanh", "classifier.dense", "classifier.out_proj"),
         token_head("JinaEmbeddingsV3ForTokenClassification"),
+        lm_head("JinaEmbeddingsV3ForMaskedLM"),
     ),
     # Dropout is off at inference; positions do not skip padding, unlike RoBERTa's; how flash attention and the
     # adapters were set up matters only where there are adapters, which `lora_adaptations` and the tensors tell.

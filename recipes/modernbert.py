@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from toolkit.config import LAYER_TYPES
-from toolkit.heads import normed_head
+from toolkit.heads import normed_head, normed_mlm_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention
 from toolkit.weights import drop, rename
@@ -84,6 +84,7 @@ RECIPE = Recipe(
     heads=(
         normed_head("ModernBertForSequenceClassification", on="vectors"),
         normed_head("ModernBertForTokenClassification", on="tokens"),
+        normed_mlm_head("ModernBertForMaskedLM"),
     ),
     # Dropout, initialisation, losses, and how the reference computes; heads are dropped above; pad tokens never reach
     # a packed batch; checkpoints carry position_embedding_type and layer_norm_eps, which the reference does not read.

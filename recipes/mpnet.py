@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from toolkit.config import ConfigReader
 from toolkit.errors import CheckpointError
-from toolkit.heads import mlm_head, sequence_head, token_head
+from toolkit.heads import lm_head, sequence_head, token_head
 from toolkit.recipe import Recipe
 from toolkit.spec import BucketBiasSpec, EncoderSpec
 from toolkit.weights import drop, fuse, rename
@@ -68,14 +68,7 @@ RECIPE = Recipe(
     heads=(
         sequence_head("MPNetForSequenceClassification", "tanh", "classifier.dense", "classifier.out_proj"),
         token_head("MPNetForTokenClassification"),
-        mlm_head(
-            "MPNetForMaskedLM",
-            "gelu",
-            dense="lm_head.dense",
-            norm="lm_head.layer_norm",
-            bias="lm_head.bias",
-            decoder="lm_head.decoder",
-        ),
+        lm_head("MPNetForMaskedLM"),
     ),
     # Dropout is off at inference; pad tokens never reach a packed batch, and positions do not follow pad_token_id.
     irrelevant=frozenset("hidden_dropout_prob attention_probs_dropout_prob classifier_dropout pad_token_id".split()),

@@ -4,7 +4,7 @@ Configurations come in the spelling of the transformers class, of the original c
 """
 
 from toolkit.errors import CheckpointError
-from toolkit.heads import sequence_head, token_head
+from toolkit.heads import mlm_head, sequence_head, token_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, either, fuse, rename
@@ -16,6 +16,7 @@ LAYER, NATIVE = "encoder.layers.{i}.", "layers.{i}."
 HEADS = (
     sequence_head("NomicBertForSequenceClassification", "tanh", "pooler.dense", dense_inside=True),
     token_head("NomicBertForTokenClassification"),
+    mlm_head("NomicBertForMaskedLM", norm="cls.predictions.transform.layer_norm"),
 )
 
 
@@ -97,7 +98,8 @@ RECIPE = Recipe(
         drop("rotary_emb.inv_freq", why="a buffer; rotary positions are computed"),
         drop("encoder.layers.{i}.attn.rotary_emb.inv_freq", why="a buffer; rotary positions are computed"),
         drop("pooler.dense.{p}", why="the vectors are pooled from token states, not by the pooler"),
-        drop("cls.{*}", why="the masked language model's head does not take part in embeddings", outside=True),
+        drop("cls.predictions.{*}", why="the masked language model's head takes no part in embeddings", outside=True),
+        drop("cls.seq_relationship.{p}", why="the pre-training heads do not take part in embeddings", outside=True),
         drop("classifier.{p}", why="a classification head does not take part in embeddings", outside=True),
     ),
     heads=HEADS,

@@ -9,7 +9,7 @@ from functools import partial
 
 from toolkit.config import ConfigReader
 from toolkit.errors import CheckpointError
-from toolkit.heads import TaskHead, mlm_head, sequence_head, token_head
+from toolkit.heads import TaskHead, lm_head, sequence_head, token_head
 from toolkit.spec import EncoderSpec
 from toolkit.weights import drop
 
@@ -34,14 +34,7 @@ def heads(name: str) -> tuple[TaskHead, ...]:
     return (
         sequence_head(f"{name}ForSequenceClassification", "tanh", "classifier.dense", "classifier.out_proj"),
         token_head(f"{name}ForTokenClassification"),
-        mlm_head(
-            f"{name}ForMaskedLM",
-            "gelu",
-            dense="lm_head.dense",
-            norm="lm_head.layer_norm",
-            bias="lm_head.bias",
-            decoder="lm_head.decoder",
-        ),
+        lm_head(f"{name}ForMaskedLM"),
     )
 
 

@@ -43,7 +43,7 @@ def test_arguments_are_in_the_order_of_the_entry_points() -> None:
     batch = pack_embeds([row([1, 2], [1, 1], (0, torch.ones(1, 4)))], 0, 4, torch.float32, CPU)
     names = ["ids", "positions", "segments", "cu_seqlens", "max_len", "embeds", "is_embed"]
     assert all(found is getattr(batch, name) for found, name in zip(batch.encoder_args(), names, strict=True))
-    names.insert(5, "skip")
+    names[5:5] = ["skip", "keys"]
     assert all(found is getattr(batch, name) for found, name in zip(batch.args(), names, strict=True))
     assert len(PackedBatch.encoder_args(batch)) == 5
     assert all(moved is tensor for moved, tensor in zip(batch.to(CPU).args(), batch.args(), strict=True))

@@ -123,7 +123,8 @@ def test_every_command_has_help_and_json(run: Callable[..., Result], name: str) 
 def test_recipes(run: Callable[..., Result]) -> None:
     entries = json.loads(run("recipes", "--json").out)
     bert = next(entry for entry in entries if entry["model_type"] == "bert")
-    assert (bert["tasks"], bert["origin"]) == (["embed", "rerank", "classify", "token-classify", "sparse"], "built in")
+    tasks = ["embed", "multi-vector", "rerank", "classify", "token-classify", "sparse"]
+    assert (bert["tasks"], bert["origin"]) == (tasks, "built in")
     assert bert["attention"] == ["absolute positions", "full"]
     assert len(entries) >= 19
     assert bert["sha256"] == find_recipe("bert").digest
@@ -224,6 +225,34 @@ def test_embed_options(run: Callable[..., Result], tmp_path: Path) -> None:
     assert_close(vectors("--prompt", ""), runner.embed(["the fox"], prompt=""))
     assert_close(vectors("--prompt", "jumps "), runner.embed(["jumps the fox"], prompt=""))
     assert_close(vectors("--truncate-dim", 8), runner.embed(["the fox"])[:, :8])
+    cut = runner.embed(["the fox"], truncate_dim=8, normalize=True)
+    assert_close(vectors("--truncate-dim", 8, "--normalize"), cut)
+    assert run("convert", folder, tmp_path / "scaled", "--normalize", "--no-verify").status == 0
+    options = ["--truncate-dim", 8, "--json"]
+    scaled = run("embed", tmp_path / "scaled", *EAGER, *options, "--prompt", "", stdin="the fox\n").out
+    assert_close(json.loads(scaled)["vectors"], runner.embed(["the fox"], "q", "", 8, True))
+    plain = run("embed", tmp_path / "scaled", *EAGER, *options, "--no-normalize", stdin="the fox\n").out
+    assert_close(json.loads(plain)["vectors"], runner.embed(["the fox"], truncate_dim=8))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ([], "either a converted folder or --suite"),
+        (["OUT", "--suite", "encoders"], "either a converted folder or --suite"),
+        (["OUT", "--model", "BERT-base"], "--model and --dtype are for --suite"),
+        (["OUT", "--dtype", "float32"], "--model and --dtype are for --suite"),
+        (["--suite", "encoders", "--packed-tokens", "64"], "--source and --packed-tokens are for a converted folder"),
+        (["--suite", "decoders"], "no suite named 'decoders'"),
+        (["--suite", "encoders", "--model", "GPT"], "no model 'GPT'"),
+    ],
+)
+def test_bench_measures_a_folder_or_a_suite(
+    run: Callable[..., Result], bert_artifact: Path, words: list[str], message: str
+) -> None:
+    result = run("bench", *(str(bert_artifact) if word == "OUT" else word for word in words))
+    assert result.status == 2
+    assert message in result.err
 
 
 def test_similarity(run: Callable[..., Result], bert_artifact: Path, expected: torch.Tensor) -> None:
@@ -347,7 +376,8 @@ def test_bad_checkpoints_are_one_line_and_status_2(
         (["--dtype", "float64"], ["dtype 'float64'"]),
         (["--task", "nonsense"], ["task 'nonsense'", "embed"]),
         (["--task", "rerank"], ["task 'rerank'", "no head"]),
-        (["--task", "multi-vector"], ["task 'multi-vector'", "not supported"]),
+        (["--task", "multi-vector"], ["no Dense module", "random weights"]),
+        (["--task", "generate"], ["task 'generate'", "not supported"]),
         (["--device", "abacus"], ["device 'abacus'"]),
         (["--device", "meta"], ["device 'meta'"]),
         (["--device", "cuda:99"], ["cuda:99"]),

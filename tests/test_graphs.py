@@ -26,7 +26,7 @@ HEAD = build_head(
 
 def with_head(model: Encoder, name: str):
     def run(*args: torch.Tensor) -> Output:
-        states = getattr(model, name)(*args[:5], *args[6:])
+        states = getattr(model, name)(*args[:5], *args[7:])
         return HEAD(states, args[3], args[5])
 
     return run
@@ -84,14 +84,17 @@ def test_poisoned_buffers_change_nothing() -> None:
 def test_every_static_input_is_written_or_reset() -> None:
     model = tiny_model()
     pair = make_pair(model)
-    batch = replace(make_batch(model, [3, 2], embeds=True), skip=torch.tensor([1, 0], dtype=torch.int32))
+    per_sequence = {"skip": [1, 0], "keys": [2, 1]}
+    tensors = {name: torch.tensor(values, dtype=torch.int32) for name, values in per_sequence.items()}
+    batch = replace(make_batch(model, [3, 2], embeds=True), **tensors)
     pair.run(batch)
     (graph,) = pair._graphs["embeds"].values()
     pair.poison()
     with torch.inference_mode():
         graph.inputs.write(batch)
-    ids, positions, segments, cu_seqlens, _, skip, embeds, is_embed = graph.inputs.tensors()
+    ids, positions, segments, cu_seqlens, _, skip, keys, embeds, is_embed = graph.inputs.tensors()
     assert skip.tolist() == [1, 0] + [0] * 6
+    assert keys.tolist() == [2, 1] + [0] * 6
     assert ids[5:].abs().sum() == positions[5:].abs().sum() == segments[5:].abs().sum() == 0
     assert cu_seqlens.tolist() == [0, 3] + [5] * 7
     assert not is_embed[5:].any()
@@ -220,7 +223,7 @@ def test_a_smaller_batch_leaves_nothing_of_a_larger_one() -> None:
     pair.run(large)
     (graph,) = pair._graphs["embeds"].values()
     pair.run(make_batch(model, [3], embeds=True))
-    ids, positions, segments, cu_seqlens, max_len, _, _, is_embed = graph.inputs.tensors()
+    ids, positions, segments, cu_seqlens, max_len, _, _, _, is_embed = graph.inputs.tensors()
     assert ids[3:].tolist() == positions[3:].tolist() == segments[3:].tolist() == [0] * 29
     assert not is_embed[3:].any()
     assert cu_seqlens.tolist() == [0] + [3] * 8

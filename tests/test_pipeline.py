@@ -21,6 +21,7 @@ from torch import nn
 
 import toolkit
 from tests.converted import load, reference
+from tests.test_sparse import make_mlm
 from tests.tiny import edit_json, make_checkpoint, make_tokenizer, write_json
 from toolkit.checkpoint import open_checkpoint
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
@@ -448,6 +449,56 @@ def test_truncated_vectors_equal_sentence_transformers(
     assert ours.shape == (len(TEXTS), dim or HIDDEN)
     if dim == 8:
         assert not torch.allclose(ours.norm(dim=1), torch.ones(len(TEXTS)), atol=0.01)
+
+
+@pytest.mark.parametrize("mode", ["cls", "lasttoken"])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_the_side_of_padding_does_not_matter(checkpoint: Callable[..., Path], mode: str, side: str) -> None:
+    """D1: short and long texts in one call, each as the library makes it alone."""
+    folder = checkpoint(pooling=mode)
+    edit_json(folder / "tokenizer_config.json", padding_side=side)
+    texts = ["the quick", "the quick brown fox jumps over the lazy dog"]
+    model = reference(folder)
+    assert_close(load(folder).embed(texts), torch.cat([encode(model, [text]) for text in texts]))
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("words", [7, 8, 9, 48])
+def test_truncation_spares_the_token_that_is_pooled(checkpoint: Callable[..., Path], side: str, words: int) -> None:
+    """F2: a limit of 10, and the last token pooled: it is the one that the tokenizer puts behind the text."""
+    folder = checkpoint(pooling="lasttoken", sentence_config={"max_seq_length": 10})
+    edit_json(folder / "tokenizer_config.json", truncation_side=side)
+    text = " ".join((["one", "two", "three"] * 16)[:words])
+    runner = load(folder)
+    (row,) = runner.rows([text], "")
+    assert len(row) == min(words + 2, 10)
+    assert row.ids.tolist()[-1] == 3
+    assert_close(runner.embed([text]), encode(reference(folder), [text]))
+
+
+@pytest.mark.parametrize("dim", [None, 8])
+@pytest.mark.parametrize("module", [True, False])
+def test_normalising_in_the_end_is_an_option_that_the_artifact_records(
+    checkpoint: Callable[..., Path], module: bool, dim: int | None, tmp_path: Path
+) -> None:
+    """E3: as the library's `normalize_embeddings`, after truncation; a call may say otherwise."""
+    folder = checkpoint(normalize=module)
+    report = toolkit.convert(str(folder), tmp_path / "out", normalize=True)
+    assert report.parity.passed
+    assert json.loads((tmp_path / "out" / "toolkit.json").read_text())["pipeline"]["normalize"] is True
+    runner = toolkit.load(tmp_path / "out", device="cpu", mode="eager")
+    plain = encode(reference(folder), TEXTS, truncate_dim=dim)
+    scaled = encode(reference(folder), TEXTS, truncate_dim=dim, normalize_embeddings=True)
+    assert (plain - scaled).abs().max() > 0.01 or (module and dim is None)
+    assert_close(runner.embed(TEXTS, truncate_dim=dim), scaled)
+    assert_close(runner.embed(TEXTS, truncate_dim=dim, normalize=False), plain)
+    assert_close(load(folder).embed(TEXTS, truncate_dim=dim, normalize=True), scaled)
+
+
+def test_normalising_is_for_embeddings(tmp_path: Path) -> None:
+    folder = make_mlm(tmp_path / "mlm")
+    with pytest.raises(InputError, match="normalize is for task 'embed'; this one is 'sparse'"):
+        toolkit.convert(str(folder), tmp_path / "out", "sparse", normalize=True)
 
 
 @pytest.mark.parametrize("dim", [0, -1, HIDDEN + 1, 2**40])

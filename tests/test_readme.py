@@ -9,6 +9,7 @@ import pytest
 
 from benchmarks import report
 from tests.test_cli_tasks import artifacts
+from tests.test_multivector import base, load, saved
 
 __all__ = ["artifacts"]  # a fixture
 
@@ -34,9 +35,15 @@ def test_commands_exist() -> None:
 
 
 @pytest.mark.parametrize("number", range(README.count("```python")))
-def test_python_examples_run(number: int, bert_artifact: Path, artifacts: dict[str, Path]) -> None:
+def test_python_examples_run(
+    number: int, bert_artifact: Path, artifacts: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> None:
     code = re.findall(r"```python\n(.*?)```", README, re.DOTALL)[number]
     code = code.replace("demo/all-MiniLM-L6-v2", str(bert_artifact)).replace("384", "40")
     for name, task in (("reranker", "rerank"), ("classifier", "classify"), ("tagger", "token-classify")):
         code = code.replace(f"my-{name}-toolkit", str(artifacts[task]))
+    if "my-colbert-toolkit" in code:
+        folder = tmp_path_factory.mktemp("colbert")
+        out = load(saved(base(folder / "base"), folder / "saved")).artifact.folder
+        code = code.replace("my-colbert-toolkit", str(out))
     exec(compile(code, f"README example {number}", "exec"), {})

@@ -194,7 +194,7 @@ def test_groups_fill_batches_and_separate_embeds(bert_artifact: Path) -> None:
     assert toolkit.load(bert_artifact, device="cpu", mode="eager", batch_tokens=5).batch_tokens == 24
     lengths = [3, 24, 10, 24, 11]
     rows = runner.rows([TokenIds([5] * n) for n in lengths], "")
-    groups = [members for members, _ in runner._batches(rows)]
+    groups = [members for members, _ in runner._batches([dict(enumerate(rows))])]
     assert groups == [[1, 3], [4, 2, 0]]
 
 

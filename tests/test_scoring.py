@@ -304,6 +304,6 @@ def test_a_task_that_the_class_has_no_head_for(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="task 'rerank', but BertForSequenceClassification have"):
         load(folder, task="rerank")
     CrossEncoder(str(make_classifier(tmp_path / "d", BERT)), device="cpu").save(str(tmp_path / "s"))
-    write_json(tmp_path / "s" / "config_sentence_transformers.json", {"model_type": "MultiVectorEncoder"})
-    with pytest.raises(UnsupportedError, match="model_type = 'MultiVectorEncoder' is not supported"):
+    write_json(tmp_path / "s" / "config_sentence_transformers.json", {"model_type": "StaticEncoder"})
+    with pytest.raises(UnsupportedError, match="model_type = 'StaticEncoder' is not supported"):
         load(tmp_path / "s")

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from toolkit.errors import ArtifactError, CheckpointError
+from toolkit.multivector import MultiVector
 from toolkit.pipeline import Pipeline
 from toolkit.scoring import Scoring
 from toolkit.spec import EncoderSpec, HeadSpec
@@ -32,7 +33,7 @@ __all__ = ["DTYPES", "MANIFEST", "SCHEMA", "Artifact", "Manifest", "atomic_folde
 
 MANIFEST = "toolkit.json"
 DTYPES = ("float32", "float16", "bfloat16")
-SCHEMA = 2
+SCHEMA = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,8 +42,8 @@ class Manifest:
 
     `source` holds what the user wrote, the revision and the sha256 of each file; `audit` says what became of
     every source tensor; `usable_length` is the longest sequence, `seam_width` the width of caller embeds,
-    `reference` the transformers class that token states are compared with, `scoring` what logits mean (None for a
-    task without).
+    `reference` the transformers class that token states are compared with, `scoring` what logits mean,
+    `multi_vector` how queries and documents differ (both None for a task without).
     """
 
     schema: int
@@ -55,6 +56,7 @@ class Manifest:
     head: HeadSpec
     pipeline: Pipeline
     scoring: Scoring | None
+    multi_vector: MultiVector | None
     tokenizer: TokenizerSpec
     usable_length: int
     seam_width: int
@@ -85,6 +87,9 @@ class Manifest:
                 "head": HeadSpec.from_dict(data["head"]),
                 "pipeline": Pipeline(**data["pipeline"]),
                 "scoring": Scoring.from_dict(data["scoring"]) if data["scoring"] is not None else None,
+                "multi_vector": MultiVector.from_dict(data["multi_vector"])
+                if data["multi_vector"] is not None
+                else None,
                 "tokenizer": TokenizerSpec.from_dict(data["tokenizer"]),
             }
             return cls(**{**data, **parts})
@@ -100,11 +105,17 @@ class Manifest:
                 raise ArtifactError(f"{MANIFEST}: {name} = {getattr(self, name)!r}, expected a number: convert again")
         embedding = self.spec.embedding
         table = embedding.positions - embedding.position_start if embedding.positions else self.usable_length
-        if not 1 <= self.tokenizer.limit <= self.usable_length == self.spec.usable_length <= table:
+        both = () if self.multi_vector is None else (self.multi_vector.query, self.multi_vector.document)
+        shortest = min([self.tokenizer.limit, *(side.limit for side in both)])
+        longest = max([self.tokenizer.limit, *(side.longest for side in both)])
+        if not 1 <= shortest <= longest <= self.usable_length == self.spec.usable_length <= table:
             raise ArtifactError(
-                f"{MANIFEST}: limits contradict each other (texts {self.tokenizer.limit}, sequences "
+                f"{MANIFEST}: limits contradict each other (texts {shortest} … {longest}, sequences "
                 f"{self.usable_length}, positions {table}): convert again"
             )
+        fill = max((side.expansion.id for side in both if side.expansion is not None), default=0)
+        if not 0 <= fill < embedding.vocab_size:
+            raise ArtifactError(f"{MANIFEST}: an expansion's token {fill} is outside the vocabulary: convert again")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -26,6 +26,7 @@ class PackedBatch:
         cu_seqlens: int32 [S + 1], where each sequence starts and, last, where the batch ends.
         max_len: int32 [1], always on the CPU: an upper bound of the sequence lengths.
         skip: int32 [S], how many tokens at the start of each sequence pooling may leave out.
+        keys: int32 [S], how many tokens at the start of each sequence are attended to.
     """
 
     ids: Tensor
@@ -34,6 +35,7 @@ class PackedBatch:
     cu_seqlens: Tensor
     max_len: Tensor
     skip: Tensor
+    keys: Tensor
 
     @property
     def tokens(self) -> int:
@@ -46,8 +48,8 @@ class PackedBatch:
         return self.cu_seqlens.shape[0] - 1
 
     def args(self) -> tuple[Tensor, ...]:
-        """All tensors: those of the encoder's ids entry point, then `skip`."""
-        return *self.encoder_args(), self.skip
+        """All tensors: those of the encoder's ids entry point, then `skip` and `keys`."""
+        return *self.encoder_args(), self.skip, self.keys
 
     def encoder_args(self) -> tuple[Tensor, ...]:
         """The tensors, in the order of the arguments of the encoder's entry point."""
@@ -57,7 +59,7 @@ class PackedBatch:
         """Move all tensors but `max_len`, which stays on the CPU."""
         if device == self.ids.device:
             return self
-        names = ("ids", "positions", "segments", "cu_seqlens", "skip")
+        names = ("ids", "positions", "segments", "cu_seqlens", "skip", "keys")
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
 
 
@@ -75,7 +77,7 @@ class EmbedsBatch(PackedBatch):
 
     def args(self) -> tuple[Tensor, ...]:
         """All tensors: those of a PackedBatch, then the embeddings and their selector."""
-        return *PackedBatch.encoder_args(self), self.skip, self.embeds, self.is_embed
+        return *PackedBatch.encoder_args(self), self.skip, self.keys, self.embeds, self.is_embed
 
     def encoder_args(self) -> tuple[Tensor, ...]:
         """The tensors, in the order of the arguments of the encoder's entry point."""
@@ -113,6 +115,7 @@ def pack(rows: Sequence[Row], position_start: int, position_pad: int | None = No
         cu_seqlens=_joined([cu_seqlens]),
         max_len=torch.tensor([lengths.max(initial=0)], dtype=torch.int32),
         skip=torch.tensor([row.skip for row in rows], dtype=torch.int32),
+        keys=torch.tensor([len(row) - row.unattended for row in rows], dtype=torch.int32),
     )
 
 

@@ -32,7 +32,7 @@ __all__ = ["Checkpoint", "TensorSet", "open_checkpoint"]
 
 _PACKAGE = re.compile(r"package:(?P<name>\w+)(?:/(?P<sub>.+))?")
 _HUB_ID = re.compile(r"[\w.-]+(?:/[\w.-]+)?")
-_HUB_TEXT_FILES = ["*.json", "*.txt", "*.model", "*/*.json"]
+_HUB_TEXT_FILES = ["*.json", "*.txt", "*.model", "*/*.json", "artifact.metadata"]
 
 SAFETENSORS, SAFETENSORS_INDEX = "model.safetensors", "model.safetensors.index.json"
 PICKLED, PICKLED_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"

@@ -18,6 +18,7 @@ from rich.table import Table
 
 from toolkit import __version__
 from toolkit.errors import InputError, ParityError, ToolkitError
+from toolkit.lines import pairs_of, read_lines, similarity_table
 
 __all__ = ["app", "main"]
 
@@ -91,7 +92,9 @@ def convert(
     ] = None,
     task: Annotated[
         str,
-        typer.Option(help="embed, sparse, rerank, classify, token-classify, or auto: as the checkpoint says."),
+        typer.Option(
+            help="embed, sparse, multi-vector, rerank, classify, token-classify, or auto: as the checkpoint says."
+        ),
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to verify: auto, cpu, cuda or cuda:N.")] = "auto",
@@ -104,6 +107,9 @@ def convert(
         bool, typer.Option("--no-verify", help="Do not compare with the reference libraries.")
     ] = False,
     force: Annotated[bool, typer.Option("--force", help="Replace OUT if it is a converted folder.")] = False,
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Scale vectors to length 1 after truncation; recorded in OUT.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Convert a checkpoint, check its numbers, and write a folder that toolkit.load takes."""
@@ -111,9 +117,8 @@ def convert(
 
     try:
         with _stages() as on_stage:
-            report = run(
-                model, out, task, dtype, not no_verify, force, revision, recipe, device=device, on_stage=on_stage
-            )
+            options: dict[str, Any] = {"normalize": normalize, "device": device, "on_stage": on_stage}
+            report = run(model, out, task, dtype, not no_verify, force, revision, recipe, **options)
     except ParityError as error:
         if as_json:
             _print_json({"out": None, "parity": error.report.to_dict()})
@@ -169,25 +174,44 @@ def embed(
     prompt_name: Annotated[str | None, typer.Option(help="A prompt of the checkpoint to put in front.")] = None,
     prompt: Annotated[str | None, typer.Option(help="A text to put in front; empty switches prompts off.")] = None,
     truncate_dim: Annotated[int | None, typer.Option(help="Keep the first so many values.")] = None,
+    normalize: Annotated[
+        bool | None, typer.Option(help="Scale vectors to length 1 in the end; default: as OUT records.")
+    ] = None,
     similarity: Annotated[
         bool,
         typer.Option("--similarity", help="Print a table of cosine similarities instead of the vectors."),
     ] = False,
+    kind: Annotated[
+        str | None,
+        typer.Option(help="What the texts are to a multi-vector OUT: query or document (the default)."),
+    ] = None,
     device: Device = "auto",
     mode: Mode = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Embed texts, one a line. Prints one JSON array of numbers a line, or with --json one document."""
-    texts = _read_lines(file)
-    options = {"prompt_name": prompt_name, "prompt": prompt, "truncate_dim": truncate_dim}
-    vectors = _run(out, device, mode, f"embedding {len(texts)} texts", lambda runner: runner.embed(texts, **options))
+    """Embed texts, one a line. Prints one JSON array a line (multi-vector: of arrays), or with --json one document."""
+    from toolkit.artifact import Artifact
+
+    texts = read_lines(file)
+    by_token = Artifact.open(out).manifest.task == "multi-vector"
+    options: dict[str, Any] = {"prompt_name": prompt_name, "prompt": prompt}
+    if by_token and (truncate_dim is not None or similarity or normalize is not None):
+        raise InputError(
+            "--truncate-dim, --normalize and --similarity are for one vector a text; OUT has one for each token"
+        )
+    if kind is not None and not by_token:
+        raise InputError(f"--kind {kind} is for a multi-vector OUT; this one has one vector a text")
+    options |= {"kind": kind or "document"} if by_token else {"truncate_dim": truncate_dim, "normalize": normalize}
+    method = "multi_vectors" if by_token else "embed"
+    doing = f"embedding {len(texts)} texts"
+    vectors = _run(out, device, mode, doing, lambda runner: getattr(runner, method)(texts, **options))
     if similarity:
         _print_similarity(texts, vectors, as_json)
     elif as_json:
-        _print_json({"texts": texts, "vectors": vectors.tolist()})
+        _print_json({"texts": texts, "vectors": [vector.tolist() for vector in vectors]})
     else:
-        for vector in vectors.tolist():
-            print(json.dumps(vector))
+        for vector in vectors:
+            print(json.dumps(vector.tolist()))
 
 
 @app.command()
@@ -200,7 +224,7 @@ def score(
     as_json: AsJson = False,
 ) -> None:
     """Score pairs of texts, one pair a line, separated by a tab. Prints one score a line, or one JSON document."""
-    pairs = _pairs(_read_lines(file), required=True)
+    pairs = pairs_of(read_lines(file), required=True)
     scores = _run(out, device, mode, f"scoring {len(pairs)} pairs", lambda runner: runner.score(pairs, not raw))
     if as_json:
         _print_json({"pairs": pairs, "scores": scores.tolist()})
@@ -216,9 +240,9 @@ def classify(
     """Classify texts (or pairs, separated by a tab), one a line; or each token of the texts, if OUT does that."""
     from toolkit.artifact import Artifact
 
-    lines = _read_lines(file)
+    lines = read_lines(file)
     by_token = Artifact.open(out).manifest.task == "token-classify"
-    texts = lines if by_token else _pairs(lines, required=False)
+    texts = lines if by_token else pairs_of(lines, required=False)
     doing = f"classifying {len(texts)} texts"
     if by_token:
         results = [
@@ -255,25 +279,6 @@ def _run(out: Path, device: str, mode: str, doing: str, work: Callable[[Any], An
         return work(runner)
 
 
-def _pairs(lines: list[str], *, required: bool) -> list[Any]:
-    """Lines with one tab become pairs; others stay texts, or are an error if pairs are required."""
-    items: list[Any] = [tuple(line.split("\t")) if line.count("\t") == 1 else line for line in lines]
-    for number, item in enumerate(items):
-        if required and isinstance(item, str):
-            raise InputError(f"line {number + 1}: expected two texts with one tab between them")
-    return items
-
-
-def _read_lines(file: str) -> list[str]:
-    try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"cannot read {file}: {error}") from None
-    # only line ends separate texts; str.splitlines would also split at form feeds and Unicode's separators
-    lines = text.split("\n")
-    return lines if lines[-1] else lines[:-1]
-
-
 def _print_similarity(texts: list[str], vectors: Any, as_json: bool) -> None:
     from torch.nn.functional import normalize
 
@@ -282,19 +287,23 @@ def _print_similarity(texts: list[str], vectors: Any, as_json: bool) -> None:
     if as_json:
         _print_json({"texts": texts, "similarity": matrix})
         return
-    table = Table(title="cosine similarity", title_justify="left")
-    number_column = 9
-    table.add_column("text", no_wrap=True, max_width=max(24, _out.width - number_column * len(texts) - 4))
-    for number in range(len(texts)):
-        table.add_column(str(number), justify="right", no_wrap=True, min_width=6)
-    for number, (text, row) in enumerate(zip(texts, matrix, strict=True)):
-        table.add_row(escape(f"{number} {text}"), *(f"{value:.3f}" for value in row))
-    _out.print(table)
+    _out.print(similarity_table(texts, matrix, _out.width))
 
 
 @app.command()
 def bench(
-    out: OutFolder,
+    out: Annotated[
+        Path | None,
+        typer.Argument(metavar="[OUT]", help="A folder that toolkit convert wrote.", show_default=False),
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option(help="In the place of OUT, models of common sizes with random weights: encoders."),
+    ] = None,
+    model: Annotated[list[str] | None, typer.Option(help="Only this model of the suite; may be repeated.")] = None,
+    dtype: Annotated[
+        str, typer.Option(help="Of a suite's models; auto is bfloat16 on CUDA and float32 on a CPU.")
+    ] = "auto",
     texts: Annotated[
         int, typer.Option(help="How many texts; their lengths are lognormal, mean about 43 tokens.", min=8)
     ] = 512,
@@ -311,13 +320,25 @@ def bench(
     save: Annotated[Path | None, typer.Option(metavar="FILE", help="Also write the JSON to this file.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure an artifact beside sentence-transformers, transformers and onnxruntime, in one run."""
-    from toolkit.bench import run_bench
+    """Measure an artifact beside sentence-transformers, transformers and onnxruntime, in one run; or a suite."""
+    from toolkit.bench import run_bench, run_suite
 
+    if (out is None) == (suite is None):
+        raise InputError("give either a converted folder or --suite")
     with _stages() as on_stage:
-        result = run_bench(
-            out, source, texts=texts, device=device, mode=mode, packed_tokens=packed_tokens, on_stage=on_stage
-        )
+        if suite is not None:
+            if source is not None or packed_tokens is not None:
+                raise InputError("--source and --packed-tokens are for a converted folder, not for --suite")
+            result = run_suite(
+                suite, model or (), texts=texts, device=device, mode=mode, dtype=dtype, on_stage=on_stage
+            )
+        else:
+            assert out is not None
+            if model or dtype != "auto":
+                raise InputError("--model and --dtype are for --suite, not for a converted folder")
+            result = run_bench(
+                out, source, texts=texts, device=device, mode=mode, packed_tokens=packed_tokens, on_stage=on_stage
+            )
     if save is not None:
         save.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
     if as_json:

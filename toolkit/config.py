@@ -4,12 +4,13 @@ Fields may have several names: that of the transformers class and those of older
 of them are present they must agree.
 """
 
+import math
 import sys
 from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import CheckpointError, UnsupportedError
-from toolkit.spec import Activation, RopeSpec
+from toolkit.spec import Activation, Llama3Scaling, RopeSpec, YarnScaling
 
 __all__ = ["IRRELEVANT_EVERYWHERE", "LAYER_TYPES", "NEUTRAL_EVERYWHERE", "ConfigReader"]
 
@@ -51,7 +52,14 @@ _ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "linear": frozenset({"factor"}),
     "dynamic": frozenset({"factor", "original_max_position_embeddings"}),
 }
-_NTK_KEYS: Mapping[str, frozenset[str]] = {"ntk": frozenset({"factor"})}
+_MORE_ROPE_KEYS: Mapping[str, frozenset[str]] = {
+    "ntk": frozenset({"factor"}),
+    "llama3": frozenset({"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}),
+    "yarn": frozenset(
+        "factor original_max_position_embeddings attention_factor mscale mscale_all_dim beta_fast beta_slow "
+        "truncate".split()
+    ),
+}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 Names = str | tuple[str, ...]
@@ -179,7 +187,7 @@ class ConfigReader:
         base: Names = "rope_theta",
         layer_type: str | None = None,
         *,
-        ntk: bool = False,
+        more: tuple[str, ...] = (),
     ) -> RopeSpec:
         """Rotary positions, in their new form (`rope_parameters`, by layer type if the model has several) or old.
 
@@ -188,9 +196,10 @@ class ConfigReader:
             default_base: the base where none is given.
             base: names of the old field for the base.
             layer_type: which of the nested parameters to read.
-            ntk: whether there is a type "ntk", static NTK scaling: base × factor, angles / factor ** (2 / dims).
+            more: types that not every architecture has: "llama3", "yarn", and "ntk", which is static NTK scaling
+                (base × factor, angles / factor ** (2 / dims)).
         """
-        known = {**_ROPE_KEYS, **_NTK_KEYS} if ntk else _ROPE_KEYS
+        known = {**_ROPE_KEYS, **{kind: _MORE_ROPE_KEYS[kind] for kind in more}}
         if dims % 2:
             raise CheckpointError(f"config.json: rotary positions need an even head size, not {dims}")
         old_name, old_base = self._get(base, None)
@@ -217,7 +226,7 @@ class ConfigReader:
             if factor < 1:
                 raise CheckpointError(f"config.json: the rope parameter factor = {factor}, expected at least 1")
             chosen, factor = chosen * factor, factor ** (2 / dims)
-        return RopeSpec(base=chosen, dims=dims, factor=factor)
+        return RopeSpec(base=chosen, dims=dims, factor=factor, scaling=_rope_scaling(kind, values))
 
     def _rope_values(self, layer_type: str | None) -> dict[str, Any]:
         """What is stated of a layer type, in the new form or the old one, which scales full attention only."""
@@ -259,3 +268,46 @@ class ConfigReader:
     def unrecognised(self, irrelevant: frozenset[str]) -> list[str]:
         """Fields that nothing read and nobody declared irrelevant, sorted; the caller reports them."""
         return sorted(set(self.raw) - self._read - irrelevant - IRRELEVANT_EVERYWHERE)
+
+
+def _rope_scaling(kind: str, values: Mapping[str, Any]) -> Llama3Scaling | YarnScaling | None:
+    """What the rope types llama3 and yarn say beyond their base."""
+
+    def number(name: str, default: float | None = None) -> float:
+        value = values.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+            raise CheckpointError(f"config.json: the rope parameter {name} = {value!r}, expected a positive number")
+        return float(value)
+
+    if kind not in ("llama3", "yarn"):
+        return None
+    factor, original = number("factor"), number("original_max_position_embeddings")
+    if factor < 1 or original != int(original):
+        raise CheckpointError(
+            f"config.json: the rope parameters factor = {factor} and original_max_position_embeddings = {original}, "
+            "expected at least 1 and a whole number"
+        )
+    if kind == "llama3":
+        low, high = number("low_freq_factor"), number("high_freq_factor")
+        if low >= high:
+            raise CheckpointError(f"config.json: low_freq_factor = {low} must be below high_freq_factor = {high}")
+        return Llama3Scaling(factor=factor, low=low, high=high, original=int(original))
+    truncate = values.get("truncate", True)
+    if not isinstance(truncate, bool):
+        raise CheckpointError(f"config.json: the rope parameter truncate = {truncate!r}, expected true or false")
+    magnitude = _yarn_magnitude(factor, 1.0)
+    if values.get("mscale") and values.get("mscale_all_dim"):
+        magnitude = _yarn_magnitude(factor, number("mscale")) / _yarn_magnitude(factor, number("mscale_all_dim"))
+    return YarnScaling(
+        factor=factor,
+        original=int(original),
+        fast=number("beta_fast", 32),
+        slow=number("beta_slow", 1),
+        truncate=truncate,
+        magnitude=number("attention_factor", magnitude),
+    )
+
+
+def _yarn_magnitude(factor: float, scale: float) -> float:
+    return 0.1 * scale * math.log(factor) + 1.0

@@ -17,14 +17,18 @@ from toolkit.checkpoint import Checkpoint, open_checkpoint
 from toolkit.config import ConfigReader
 from toolkit.errors import ArtifactError, CheckpointError, InputError, ParityError, UnsupportedError
 from toolkit.heads import TaskHead
-from toolkit.modules import stored_name
+from toolkit.modules import read_modules, stored_name
+from toolkit.multivector import MultiVector
 from toolkit.nn.head import build_head
 from toolkit.nn.model import build_encoder, part_shapes
 from toolkit.pipeline import ReadPipeline, checkpoint_kind, is_reranker, read_pipeline
+from toolkit.precision import PROBE_TEXTS, probe_float16
+from toolkit.pylate import ALIASES, register_prefixes
 from toolkit.recipe import Recipe
 from toolkit.registry import RegisteredRecipe, find_recipe
 from toolkit.scoring import count_labels, read_scoring
 from toolkit.spec import EncoderSpec
+from toolkit.stanford import names_stanford
 from toolkit.tokenizer import TokenizerSpec, read_tokenizer, text_limit
 from toolkit.versions import library_versions
 from toolkit.weights import LoadedWeights, load_weights, rename
@@ -61,6 +65,7 @@ def convert(
     revision: str | None = None,
     recipe: str | None = None,
     *,
+    normalize: bool = False,
     device: str = "auto",
     on_stage: Callable[[str], None] = lambda stage: None,
 ) -> ConversionReport:
@@ -75,10 +80,12 @@ def convert(
         force: replace an existing artifact at `out`.
         revision: branch, tag or commit of a hub id.
         recipe: Python file with a recipe of your own; it is executed.
+        normalize: scale vectors to length 1 after truncation, whatever the checkpoint does; recorded in the artifact.
         device: where the verification runs.
         on_stage: called with a line of text whenever a stage begins.
 
     Raises:
+        InputError: no such task, or vectors to normalize in a task that has none.
         CheckpointError: the source is missing, malformed, hostile or contradicts itself.
         UnsupportedError: it cannot be converted exactly; the message names the field or tensor.
         ArtifactError: `out` is in the way or cannot be written.
@@ -90,6 +97,8 @@ def convert(
     checkpoint = open_checkpoint(source, revision)
     if target.resolve().is_relative_to(checkpoint.root.resolve()):
         raise ArtifactError(f"{target} lies inside the checkpoint {checkpoint.root}: choose another folder")
+    if checkpoint.has("modules.json"):
+        read_modules(checkpoint, ALIASES)  # a module that is not served is named before config.json is looked into
     if checkpoint.config.get("auto_map"):
         # The field names Python files of the checkpoint. They are never run; the recipe stands for the model.
         on_stage("note: config.json names remote code (auto_map); it is not executed")
@@ -97,8 +106,10 @@ def convert(
         checkpoint.config["model_type"], recipe, checkpoint.config, lambda: checkpoint.tensors.info
     )
     plan = _choose_task(checkpoint, registered.recipe, task)
+    if normalize and plan[0] != "embed":
+        raise InputError(f"normalize is for task 'embed'; this one is {plan[0]!r}")
     with atomic_folder(target, force=force) as folder:
-        manifest = _write(checkpoint, registered, plan, _choose_dtype(checkpoint, dtype), folder, on_stage)
+        manifest = _write(checkpoint, registered, plan, _choose_dtype(checkpoint, dtype), normalize, folder, on_stage)
         report = None
         if verify:
             from toolkit.parity import verify_folder
@@ -128,7 +139,7 @@ def _choose_task(checkpoint: Checkpoint, recipe: Recipe, task: str) -> tuple[str
             f"task {task!r} is not supported for model_type {recipe.model_type!r}; "
             f"supported: {', '.join(recipe.all_tasks)}"
         )
-    if task in recipe.tasks:
+    if task in recipe.base_tasks:
         return task, None
     heads = [head for head in recipe.heads if task in head.tasks]
     fitting = [head for head in heads if set(head.classes) & set(classes)]
@@ -145,6 +156,8 @@ def _read_task(checkpoint: Checkpoint, recipe: Recipe) -> str:
     kind = checkpoint_kind(checkpoint)
     if kind is not None:
         return kind
+    if names_stanford(checkpoint):
+        return "multi-vector"
     classes = checkpoint.architectures
     heads = [head for head in recipe.heads if set(head.classes) & set(classes)]
     if heads and not set(classes) & set(recipe.classes):
@@ -176,6 +189,7 @@ def _write(
     registered: RegisteredRecipe,
     plan: tuple[str, TaskHead | None],
     dtype: torch.dtype,
+    normalize: bool,
     folder: Path,
     on_stage: Callable[[str], None],
 ) -> Manifest:
@@ -183,17 +197,25 @@ def _write(
     recipe, (task, head) = registered.recipe, plan
     spec, unrecognised = recipe.read_config(checkpoint.config)
     labels = count_labels(checkpoint.config) if head is not None else 0
-    steps = head.steps(ConfigReader(checkpoint.config), spec.hidden, labels) if head is not None else ()
+    steps = head.steps(ConfigReader(checkpoint.config), spec, labels) if head is not None else ()
     read = read_pipeline(checkpoint, spec.hidden, task, steps)
+    spec = _with_mix(spec, read)
     warnings = read.warnings + [
         f"config.json: the field {name!r} is not known to this recipe and has no effect" for name in unrecognised
     ]
     on_stage("converting the tokenizer")
     tokenizer, limit = read_tokenizer(checkpoint, lower_case=read.pipeline.lower_case)
+    register_prefixes(tokenizer, read.prefixes)
     tokenizer_spec, clamped = _tokenizer_spec(tokenizer, limit, read.pipeline.max_seq_length, spec)
-    warnings += clamped
+    multi_vector, notes = _multi_vector(read, tokenizer, tokenizer_spec.limit, spec)
+    warnings += clamped + notes
     on_stage(f"converting {len(checkpoint.tensors.info)} tensors to {str(dtype).removeprefix('torch.')}")
     weights = _load_weights(checkpoint, recipe, head, spec, read, dtype)
+    if dtype == torch.float16:
+        on_stage("looking whether values stay within float16")
+        exact = _load_weights(checkpoint, recipe, head, spec, read, torch.float32).state
+        texts = tokenizer(list(PROBE_TEXTS), truncation=True, max_length=tokenizer_spec.limit)["input_ids"]
+        warnings += probe_float16(spec, read.head, exact, texts)
     manifest = Manifest(
         schema=SCHEMA,
         model_type=recipe.model_type,
@@ -203,8 +225,9 @@ def _write(
         dtype=str(dtype).removeprefix("torch."),
         spec=spec,
         head=read.head,
-        pipeline=read.pipeline,
+        pipeline=replace(read.pipeline, normalize=normalize),
         scoring=read_scoring(checkpoint, task) if head is not None and task != "sparse" else None,
+        multi_vector=multi_vector,
         tokenizer=tokenizer_spec,
         usable_length=spec.usable_length,
         seam_width=spec.embedding.width,
@@ -224,15 +247,23 @@ def _write(
     return manifest
 
 
+def _with_mix(spec: EncoderSpec, read: ReadPipeline) -> EncoderSpec:
+    """The encoder, with the mean over layers' states that the modules ask for."""
+    if read.mix is not None and read.mix.start + read.mix.count != len(spec.schedule) + 1:
+        raise CheckpointError(
+            f"{read.folders['mix.']}/config.json: num_hidden_layers = {read.mix.start + read.mix.count - 1}, but the "
+            f"model runs {len(spec.schedule)} layers"
+        )
+    return replace(spec, mix=read.mix)
+
+
 def _tokenizer_spec(
     tokenizer: Any, stored: int, configured: int | None, spec: EncoderSpec
 ) -> tuple[TokenizerSpec, list[str]]:
     """How texts are cut, and warnings about it."""
     positions = spec.embedding.positions or spec.usable_length
     limit, warnings = text_limit(configured, stored, positions, spec.usable_length)
-    specials = tokenizer.backend_tokenizer.num_special_tokens_to_add(False)
-    if limit < max(specials, 1):
-        raise CheckpointError(f"the length limit {limit} leaves no room for the tokenizer's {specials} special tokens")
+    _need_room(tokenizer, limit)
     segments = "token_type_ids" in tokenizer.model_input_names and spec.embedding.segments > 0
     made = TokenizerSpec(
         limit=limit,
@@ -240,6 +271,36 @@ def _tokenizer_spec(
         segments=segments,
         special_ids=tuple(tokenizer.all_special_ids),
     )
+    return made, warnings
+
+
+def _need_room(tokenizer: Any, limit: int) -> None:
+    specials = tokenizer.backend_tokenizer.num_special_tokens_to_add(False)
+    if limit < max(specials, 1):
+        raise CheckpointError(f"the length limit {limit} leaves no room for the tokenizer's {specials} special tokens")
+
+
+def _multi_vector(
+    read: ReadPipeline, tokenizer: Any, limit: int, spec: EncoderSpec
+) -> tuple[MultiVector | None, list[str]]:
+    """How queries and documents differ, and warnings; `limit` is that of texts in general."""
+    if read.multi_vector is None:
+        return None, []
+    made, warnings = read.multi_vector.resolve(tokenizer, limit=limit, usable=spec.usable_length)
+    longest = made.unattended
+    unfit = (a.distance is not None or (a.reach is not None and a.reach < longest - 1) for a in spec.attentions)
+    if longest and any(unfit):
+        raise UnsupportedError(
+            "query_expansion: attend = False is not supported where attention has a bias by distance, or a window "
+            f"that does not span the expansion's {longest} tokens"
+        )
+    for side in (made.query, made.document):
+        _need_room(tokenizer, side.limit)
+        if side.expansion is not None and side.expansion.id >= spec.embedding.vocab_size:
+            raise CheckpointError(
+                f"query_expansion: the token's id is {side.expansion.id}, the model's vocabulary has "
+                f"{spec.embedding.vocab_size}"
+            )
     return made, warnings
 
 
@@ -251,27 +312,27 @@ def _load_weights(
     read: ReadPipeline,
     dtype: torch.dtype,
 ) -> LoadedWeights:
-    """The tensors of the encoder and its head, and those of steps that have folders of their own."""
+    """The tensors of the encoder and its head, and those of modules that have folders of their own."""
     cpu = torch.device("cpu")
-    expected = part_shapes(build_head(read.head, cpu))
-    here = {} if head is None else {f"head.{name}": shapes for name, shapes in expected.items()}
+    expected = part_shapes(build_encoder(spec, choose_backend(spec.attentions, cpu, dtype)[1]))
+    expected |= {f"head.{name}": shapes for name, shapes in part_shapes(build_head(read.head, cpu)).items()}
+    elsewhere = tuple(read.folders)
     loaded = load_weights(
         checkpoint.tensors,
-        rules=recipe.head_rules(head),
+        rules=(*recipe.head_rules(head, checkpoint.config), *read.rules),
         prefixes=recipe.prefixes,
         aliases=recipe.aliases,
-        expected=part_shapes(build_encoder(spec, choose_backend(spec.attentions, cpu, dtype)[1])) | here,
+        expected={name: shapes for name, shapes in expected.items() if not name.startswith(elsewhere)},
         dtype=dtype,
     )
-    for step, folder in read.folders.items():
-        prefix = f"steps.{step}."
-        names = [name.removeprefix(prefix) for name in expected if name.startswith(prefix)]
+    for prefix, folder in read.folders.items():
+        names = [name for name in expected if name.startswith(prefix)]
         more = load_weights(
             checkpoint.tensors_in(folder),
-            rules=tuple(rename(f"head.{prefix}{name}", stored_name(name)) for name in names),
+            rules=tuple(rename(name, stored_name(name.removeprefix(prefix))) for name in names),
             prefixes=(),
             aliases={},
-            expected={f"head.{prefix}{name}": expected[prefix + name] for name in names},
+            expected={name: expected[name] for name in names},
             dtype=dtype,
         )
         audit = tuple(replace(entry, source=f"{folder}/{entry.source}") for entry in more.audit)

@@ -122,19 +122,20 @@ class _Inputs:
     """
 
     def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        sizes = [4 * bucket.tokens] * 3 + [4 * (bucket.sequences + 1), 4 * bucket.sequences, bucket.tokens]
+        per_sequence = [4 * (bucket.sequences + 1), 4 * bucket.sequences, 4 * bucket.sequences]
+        sizes = [4 * bucket.tokens] * 3 + per_sequence + [bucket.tokens]
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
         self._block = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if on_gpu else None
         *integers, selector = self._block.split(sizes)
         views = [part.view(torch.int32) for part in integers]
-        self.ids, self.positions, self.segments, self.cu_seqlens, self.skip = views
+        self.ids, self.positions, self.segments, self.cu_seqlens, self.skip, self.keys = views
         self.is_embed = selector.view(torch.bool)
         self.max_len = torch.tensor([bucket.max_len], dtype=torch.int32)
         *integers, selector = self._host.split(sizes)
         self._per_token = [part.view(torch.int32).numpy() for part in integers[:3]]
-        self._offsets, self._skip = (part.view(torch.int32).numpy() for part in integers[3:])
+        self._offsets, self._skip, self._keys = (part.view(torch.int32).numpy() for part in integers[3:])
         self._selector = selector.view(torch.bool).numpy()
 
     def write(self, batch: PackedBatch) -> None:
@@ -147,8 +148,9 @@ class _Inputs:
             buffer[tokens:] = 0
         self._offsets[:offsets] = batch.cu_seqlens.numpy()
         self._offsets[offsets:] = tokens
-        self._skip[: batch.sequences] = batch.skip.numpy()
-        self._skip[batch.sequences :] = 0
+        for buffer, values in ((self._skip, batch.skip), (self._keys, batch.keys)):
+            buffer[: batch.sequences] = values.numpy()
+            buffer[batch.sequences :] = 0
         if isinstance(batch, EmbedsBatch):
             self._selector[:tokens] = batch.is_embed.numpy()
             self._selector[tokens:] = False
@@ -157,7 +159,7 @@ class _Inputs:
             self._copied.record()
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.ids, self.positions, self.segments, self.cu_seqlens, self.max_len, self.skip
+        return self.ids, self.positions, self.segments, self.cu_seqlens, self.max_len, self.skip, self.keys
 
     def poison(self) -> None:
         """Fill every buffer with values that must not survive a write (a test and canary aid)."""

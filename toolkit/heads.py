@@ -7,13 +7,35 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from toolkit.config import ConfigReader
-from toolkit.spec import Activation, DenseStep, NormSpec, NormStep, Place, PoolingStep, Step, VocabularyStep
-from toolkit.weights import Rule, copy, rename
+from toolkit.spec import (
+    Activation,
+    DenseStep,
+    EncoderSpec,
+    NormSpec,
+    NormStep,
+    Place,
+    PoolingStep,
+    Step,
+    VocabularyStep,
+)
+from toolkit.weights import Rule, copy, drop, rename
 
-__all__ = ["TaskHead", "late_head", "mlm_head", "normed_head", "sequence_head", "token_head"]
+__all__ = [
+    "TaskHead",
+    "either_head",
+    "late_head",
+    "lm_head",
+    "mlm_head",
+    "normed_head",
+    "normed_mlm_head",
+    "sequence_head",
+    "token_head",
+    "vocabulary_head",
+]
 
-# (configuration, hidden size, number of labels) → steps
-MakeSteps = Callable[[ConfigReader, int, int], tuple[Step, ...]]
+# (configuration, the base model, number of labels) → steps
+MakeSteps = Callable[[ConfigReader, EncoderSpec, int], tuple[Step, ...]]
+MakeRules = Callable[[ConfigReader], tuple[Rule, ...]]
 
 SEQUENCE_TASKS = ("rerank", "classify")
 
@@ -32,7 +54,12 @@ class TaskHead:
     classes: tuple[str, ...]
     tasks: tuple[str, ...]
     steps: MakeSteps
-    rules: tuple[Rule, ...]
+    rules: MakeRules
+
+
+def _always(*rules: Rule) -> MakeRules:
+    """These rules, whatever the configuration."""
+    return lambda config: rules
 
 
 def _named(config: ConfigReader, activation: str) -> Activation:
@@ -44,8 +71,8 @@ def _named(config: ConfigReader, activation: str) -> Activation:
 def first_token_steps(activation: str) -> MakeSteps:
     """First token's state, dense layer, activation (or the field that names it), dense layer to the labels."""
 
-    def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
-        name = _named(config, activation)
+    def steps(config: ConfigReader, spec: EncoderSpec, labels: int) -> tuple[Step, ...]:
+        name, hidden = _named(config, activation), spec.hidden
         return (
             PoolingStep(modes=("cls",)),
             DenseStep(name="dense", on="vectors", inputs=hidden, outputs=hidden, bias=True, activation=name),
@@ -70,10 +97,27 @@ def sequence_head(
         classes=(name,),
         tasks=SEQUENCE_TASKS,
         steps=first_token_steps(activation),
-        rules=(
+        rules=_always(
             rename("head.steps.dense.linear.{p}", f"{dense}.{{p}}", outside=not dense_inside),
             rename("head.steps.out.linear.{p}", f"{out}.{{p}}", outside=True),
         ),
+    )
+
+
+NORMED_RULES = (
+    rename("head.steps.dense.linear.{p}", "head.dense.{p}", outside=True),
+    rename("head.steps.norm.{p}", "head.norm.{p}", outside=True),
+)
+
+
+def _normed_steps(config: ConfigReader, hidden: int, on: Place) -> tuple[Step, ...]:
+    """Dense layer, activation and norm as `config.json` says."""
+    norm = NormSpec(eps=config.positive("norm_eps", 1e-5), bias=config.boolean("norm_bias", False))
+    activation = config.activation("classifier_activation", "gelu")
+    bias = config.boolean("classifier_bias", False)
+    return (
+        DenseStep(name="dense", on=on, inputs=hidden, outputs=hidden, bias=bias, activation=activation),
+        NormStep(name="norm", on=on, width=hidden, norm=norm),
     )
 
 
@@ -85,36 +129,29 @@ def normed_head(name: str, *, on: Place) -> TaskHead:
         on: "vectors" for a sequence classifier, "tokens" for a token classifier.
     """
 
-    def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
-        norm = NormSpec(eps=config.positive("norm_eps", 1e-5), bias=config.boolean("norm_bias", False))
-        activation = config.activation("classifier_activation", "gelu")
-        bias = config.boolean("classifier_bias", False)
+    def steps(config: ConfigReader, spec: EncoderSpec, labels: int) -> tuple[Step, ...]:
         pooling = PoolingStep(modes=(config.choice("classifier_pooling", "cls", ("cls", "mean")),))
         return (
             *([pooling] if on == "vectors" else []),
-            DenseStep(name="dense", on=on, inputs=hidden, outputs=hidden, bias=bias, activation=activation),
-            NormStep(name="norm", on=on, width=hidden, norm=norm),
-            DenseStep(name="out", on=on, inputs=hidden, outputs=labels, bias=True),
+            *_normed_steps(config, spec.hidden, on),
+            DenseStep(name="out", on=on, inputs=spec.hidden, outputs=labels, bias=True),
         )
 
     return TaskHead(
         classes=(name,),
         tasks=SEQUENCE_TASKS if on == "vectors" else ("token-classify",),
         steps=steps,
-        rules=(
-            rename("head.steps.dense.linear.{p}", "head.dense.{p}", outside=True),
-            rename("head.steps.norm.{p}", "head.norm.{p}", outside=True),
-            rename("head.steps.out.linear.{p}", "classifier.{p}", outside=True),
-        ),
+        rules=_always(*NORMED_RULES, rename("head.steps.out.linear.{p}", "classifier.{p}", outside=True)),
     )
 
 
 def late_head(name: str) -> TaskHead:
     """Dense layer, gelu, labels; pooled before ("bos", "mean") or, by default, after them ("late"), as a mean."""
 
-    def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
+    def steps(config: ConfigReader, spec: EncoderSpec, labels: int) -> tuple[Step, ...]:
         pooling = config.choice("classifier_pooling", "late", ("bos", "mean", "late"))
         on: Place = "tokens" if pooling == "late" else "vectors"
+        hidden = spec.hidden
         dense = DenseStep(name="dense", on=on, inputs=hidden, outputs=hidden, bias=True, activation="gelu")
         out = DenseStep(name="out", on=on, inputs=hidden, outputs=labels, bias=True)
         pool = PoolingStep(modes=("cls" if pooling == "bos" else "mean",))
@@ -124,48 +161,124 @@ def late_head(name: str) -> TaskHead:
         rename(f"head.steps.{name}.linear.{{p}}", f"{stored}.{{p}}", outside=True)
         for name, stored in (("dense", "dense"), ("out", "classifier"))
     )
-    return TaskHead(classes=(name,), tasks=SEQUENCE_TASKS, steps=steps, rules=rules)
+    return TaskHead(classes=(name,), tasks=SEQUENCE_TASKS, steps=steps, rules=_always(*rules))
 
 
-def mlm_head(
-    name: str, activation: str, *, dense: str, norm: str, bias: str, decoder: str, eps: float | None = None
+def vocabulary_head(
+    name: str,
+    *,
+    before: Callable[[ConfigReader, EncoderSpec], tuple[Step, ...]],
+    rules: tuple[Rule, ...],
+    decoder: str,
+    bias: str = "",
+    biased: tuple[str, bool] | None = None,
+    tied: bool = True,
+    unties: bool = True,
 ) -> TaskHead:
-    """A masked language model's head, for sparse embeddings; its output is tied to the token table.
+    """A masked language model's head, for sparse embeddings: some steps, then logits over the vocabulary.
+
+    Where `tie_word_embeddings` is true these are products with the token table, otherwise with a weight of their own.
 
     Args:
         name: the transformers class.
-        activation: "gelu", or the configuration field that names it.
-        dense, norm, bias, decoder: the stored tensors' names; `bias` whole, the others without weight or bias.
-        eps: the norm's; by default what `config.json` says.
+        before: the steps before the logits.
+        rules: what fills those.
+        decoder: the name of the stored output layer.
+        bias: the name of a tensor that is tied to the output layer's bias, if there is one.
+        biased: the configuration field that says whether the output has a bias, and its default; None if it always has.
+        tied: the default of `tie_word_embeddings`.
+        unties: whether the class reads `tie_word_embeddings`; otherwise its output is always the token table.
     """
 
-    def steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
-        chosen = _named(config, activation)
-        used = eps if eps is not None else config.positive("layer_norm_eps", 1e-12)
-        words = config.integer("vocab_size", 1)
+    def is_tied(config: ConfigReader) -> bool:
+        return config.boolean("tie_word_embeddings", tied) or not unties
+
+    def steps(config: ConfigReader, spec: EncoderSpec, labels: int) -> tuple[Step, ...]:
+        words, width = spec.embedding.vocab_size, spec.embedding.width
+        with_bias = config.boolean(*biased) if biased is not None else True
+        if is_tied(config):
+            return *before(config, spec), VocabularyStep(name="out", on="tokens", outputs=words, bias=with_bias)
+        out = DenseStep(name="out", on="tokens", inputs=width, outputs=words, bias=with_bias)
+        return *before(config, spec), out
+
+    def make_rules(config: ConfigReader) -> tuple[Rule, ...]:
+        if not is_tied(config):
+            unused = [drop(bias, why="the output is not tied, and has a bias of its own", outside=True)] if bias else []
+            return *rules, rename("head.steps.out.linear.{p}", f"{decoder}.{{p}}", outside=True), *unused
+        copies = [copy("head.steps.out.bias", f"{decoder}.bias", outside=True)] if bias else []
+        own = rename("head.steps.out.bias", bias or f"{decoder}.bias", outside=True)
+        return *rules, own, *copies, copy("embeddings.token.weight", f"{decoder}.weight", outside=True)
+
+    return TaskHead(classes=(name,), tasks=("sparse",), steps=steps, rules=make_rules)
+
+
+def mlm_head(
+    name: str,
+    *,
+    dense: str = "cls.predictions.transform.dense",
+    norm: str | tuple[str, ...] = "cls.predictions.transform.LayerNorm",
+    decoder: str = "cls.predictions.decoder",
+    bias: str = "cls.predictions.bias",
+    activation: Activation | None = None,
+    unties: bool = True,
+) -> TaskHead:
+    """The usual head of a masked language model: dense layer to the token table's width, activation, norm, logits.
+
+    Args:
+        name: the transformers class.
+        dense, norm, decoder: the stored layers' names, of the norm perhaps several; it is like the embeddings' norm.
+        bias, unties: see `vocabulary_head`.
+        activation: by default that of the feed-forward layers.
+    """
+
+    def before(config: ConfigReader, spec: EncoderSpec) -> tuple[Step, ...]:
+        width, like = spec.embedding.width, spec.embedding.norm
+        assert like is not None, "a family without a norm in its embeddings has another head"
+        chosen = activation or spec.blocks[0].mlp.activation
         return (
-            DenseStep(name="dense", on="tokens", inputs=hidden, outputs=hidden, bias=True, activation=chosen),
-            NormStep(name="norm", on="tokens", width=hidden, norm=NormSpec(eps=used)),
-            VocabularyStep(name="out", on="tokens", outputs=words),
+            DenseStep(name="dense", on="tokens", inputs=spec.hidden, outputs=width, bias=True, activation=chosen),
+            NormStep(name="norm", on="tokens", width=width, norm=like),
         )
 
+    names = (norm,) if isinstance(norm, str) else norm
+    rules = (
+        rename("head.steps.dense.linear.{p}", f"{dense}.{{p}}", outside=True),
+        *(rename("head.steps.norm.{p}", f"{stored}.{{p}}", outside=True) for stored in names),
+    )
+    return vocabulary_head(name, before=before, rules=rules, decoder=decoder, bias=bias, unties=unties)
+
+
+def lm_head(name: str, *, norm: str | tuple[str, ...] = "lm_head.layer_norm", bias: str = "lm_head.bias") -> TaskHead:
+    """`mlm_head` under RoBERTa's names, with gelu."""
+    return mlm_head(name, dense="lm_head.dense", norm=norm, decoder="lm_head.decoder", bias=bias, activation="gelu")
+
+
+def normed_mlm_head(name: str) -> TaskHead:
+    """A masked language model's head whose layers are as `config.json` says, like `normed_head`'s."""
+
+    def before(config: ConfigReader, spec: EncoderSpec) -> tuple[Step, ...]:
+        return _normed_steps(config, spec.hidden, "tokens")
+
+    return vocabulary_head(name, before=before, rules=NORMED_RULES, decoder="decoder", biased=("decoder_bias", True))
+
+
+def either_head(field: str, default: bool, true: TaskHead, false: TaskHead) -> TaskHead:
+    """One of two heads of one class, by a field of `config.json`."""
+
+    def chosen(config: ConfigReader) -> TaskHead:
+        return true if config.boolean(field, default) else false
+
     return TaskHead(
-        classes=(name,),
-        tasks=("sparse",),
-        steps=steps,
-        rules=(
-            rename("head.steps.dense.linear.{p}", f"{dense}.{{p}}", outside=True),
-            rename("head.steps.norm.{p}", f"{norm}.{{p}}", outside=True),
-            rename("head.steps.out.bias", bias, outside=True),
-            *([copy("head.steps.out.bias", f"{decoder}.bias", outside=True)] if bias != f"{decoder}.bias" else []),
-            copy("embeddings.token.weight", f"{decoder}.weight", outside=True),
-        ),
+        classes=true.classes,
+        tasks=true.tasks,
+        steps=lambda config, spec, labels: chosen(config).steps(config, spec, labels),
+        rules=lambda config: chosen(config).rules(config),
     )
 
 
-def token_steps(config: ConfigReader, hidden: int, labels: int) -> tuple[Step, ...]:
+def token_steps(config: ConfigReader, spec: EncoderSpec, labels: int) -> tuple[Step, ...]:
     """A dense layer to the labels, on each token."""
-    return (DenseStep(name="out", on="tokens", inputs=hidden, outputs=labels, bias=True),)
+    return (DenseStep(name="out", on="tokens", inputs=spec.hidden, outputs=labels, bias=True),)
 
 
 def token_head(name: str, out: str = "classifier") -> TaskHead:
@@ -174,5 +287,5 @@ def token_head(name: str, out: str = "classifier") -> TaskHead:
         classes=(name,),
         tasks=("token-classify",),
         steps=token_steps,
-        rules=(rename("head.steps.out.linear.{p}", f"{out}.{{p}}", outside=True),),
+        rules=_always(rename("head.steps.out.linear.{p}", f"{out}.{{p}}", outside=True)),
     )

@@ -67,13 +67,15 @@ class Limits:
 class Row:
     """One checked sequence. `ids` and `segments` are int32 [n]; `embeds` holds (start, [m, width]) pieces.
 
-    `skip` is how many tokens at the start belong to a prompt that pooling may leave out.
+    `skip` is how many tokens at the start belong to a prompt that pooling may leave out; to the last `unattended` ones
+    no token attends.
     """
 
     ids: np.ndarray
     segments: np.ndarray
     embeds: tuple[tuple[int, Tensor], ...]
     skip: int = 0
+    unattended: int = 0
 
     def __len__(self) -> int:
         return len(self.ids)

@@ -12,7 +12,8 @@ from typing import Any
 
 from toolkit.checkpoint import Checkpoint
 from toolkit.errors import CheckpointError, UnsupportedError
-from toolkit.spec import DenseStep, LogStep, NormalizeStep, NormSpec, NormStep, PoolingStep, Step
+from toolkit.multivector import MaskOptions, read_mask
+from toolkit.spec import DenseStep, LayerMixSpec, LogStep, NormalizeStep, NormSpec, NormStep, Place, PoolingStep, Step
 
 __all__ = ["READERS", "Modules", "read_modules", "stored_name", "transformer_options"]
 
@@ -25,6 +26,8 @@ TRANSFORMER_CONFIGS = (
     "sentence_xlm-roberta_config.json",
     "sentence_xlnet_config.json",
 )
+# the Transformer's options for queries and documents
+SIDES = ("query_length", "document_length", "query_expansion")
 _LIBRARY = re.compile(r"sentence_transformers\.(?:\w+\.)*(\w+)")
 _LEGACY_POOLING = {
     "pooling_mode_cls_token": "cls",
@@ -46,19 +49,29 @@ _ACTIVATIONS: Mapping[str, Any] = {
 
 @dataclass(kw_only=True)
 class Modules:
-    """The steps read so far, and the width of what they leave behind."""
+    """The steps read so far, and the width of what they leave behind.
+
+    `per_token` says that there are no pooled vectors: each token has one of its own; `redirected`, that modules of
+    vectors work on tokens instead. `mask` is what a MultiVectorMask says.
+    `folders` tells where parameters lie, by how their names begin.
+    """
 
     checkpoint: Checkpoint
     width: int
     pooled: bool = False
+    per_token: bool = False
+    redirected: bool = False
+    mask: MaskOptions | None = None
     include_prompt: bool = True
     steps: list[Step] = field(default_factory=list)
-    folders: dict[int, str] = field(default_factory=dict)
+    mix: LayerMixSpec | None = None
+    folders: dict[str, str] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
 
     def add(self, step: Step, folder: str | None = None) -> None:
         """Append a step; `folder` holds its tensors, if it has any."""
         if folder is not None:
-            self.folders[len(self.steps)] = folder
+            self.folders[f"head.steps.{len(self.steps)}."] = folder
         self.steps.append(step)
 
     def config(self, folder: str, *known: str) -> tuple[str, dict[str, Any]]:
@@ -78,17 +91,37 @@ class Modules:
         if not self.pooled:
             raise UnsupportedError(f"{name}: a module before the pooling is not supported")
 
+    def place(self, name: str, config: Mapping[str, Any]) -> Place:
+        """What a module works on: tokens where there are no vectors, else vectors; anything else is refused."""
+        if not self.per_token:
+            self.need_vectors(name, config)
+            return "vectors"
+        served = (None, "token_embeddings", *(["sentence_embedding"] if self.redirected else []))
+        for key in ("module_input_name", "module_output_name"):
+            if config.get(key) not in served:
+                raise UnsupportedError(f"{name}: {key} = {config[key]!r} is not supported without a pooling")
+        return "tokens"
+
+    def of_vectors(self, folder: str) -> bool:
+        """Whether a Normalize module works on vectors."""
+        _, config = self.config(folder, "module_input_name", "module_output_name")
+        return config.get("module_input_name") in (None, "sentence_embedding")
+
 
 # task → (what sentence-transformers calls it, the name of the output, the output of transformers that is taken)
 _OUTPUTS: Mapping[str, tuple[str, str, str]] = {
     "embed": ("feature-extraction", "token_embeddings", "last_hidden_state"),
     "rerank": ("sequence-classification", "scores", "logits"),
     "sparse": ("fill-mask", "token_embeddings", "logits"),
+    "multi-vector": ("feature-extraction", "token_embeddings", "last_hidden_state"),
 }
 
 
-def read_modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
-    """(class, folder) of each module, the Transformer first."""
+_NONE: Mapping[str, str] = {}
+
+
+def read_modules(checkpoint: Checkpoint, aliases: Mapping[str, str] = _NONE) -> list[tuple[str, str]]:
+    """(class, folder) of each module, the Transformer first; `aliases` are other names for the library's classes."""
     try:
         entries = json.loads(checkpoint.read_bytes("modules.json"))
         modules = [(entry["idx"], entry["type"], entry["path"]) for entry in entries]
@@ -101,7 +134,7 @@ def read_modules(checkpoint: Checkpoint) -> list[tuple[str, str]]:
     supported = ("Transformer", "MLMTransformer", *READERS)
     kinds: list[tuple[str, str]] = []
     for _, type_name, path in modules:
-        known = _LIBRARY.fullmatch(type_name)
+        known = _LIBRARY.fullmatch(aliases.get(type_name, type_name))
         if known is None or known[1] not in supported:
             raise UnsupportedError(
                 f"modules.json: module {path or '.'!r} of type {type_name!r} is not supported (and never imported); "
@@ -135,8 +168,9 @@ def transformer_options(checkpoint: Checkpoint, folder: str, task: str) -> dict[
         "modality_config": ({"text": {"method": "forward", "method_output_name": output}},),
         "unpad_inputs": (None, False, True),
     }
+    served = ("max_seq_length", "do_lower_case", "cache_dir", *(SIDES if task == "multi-vector" else ()))
     for key, value in options.items():
-        if key in ("max_seq_length", "do_lower_case", "cache_dir") or value in (None, {}):
+        if key in served or value in (None, {}):
             continue
         if value not in neutral.get(key, ()):
             raise UnsupportedError(f"{name}: {key} = {value!r} is not supported")
@@ -175,7 +209,7 @@ def _read_dense(modules: Modules, folder: str) -> None:
     names = ("module_input_name", "module_output_name")
     keys = ("in_features", "out_features", "bias", "activation_function", "use_residual", *names)
     name, config = modules.config(folder, *keys)
-    modules.need_vectors(name, config)
+    place = modules.place(name, config)
     for key in ("in_features", "out_features"):
         if type(config.get(key)) is not int or not 1 <= config[key] < 2**31:
             raise CheckpointError(f"{name}: {key} = {config.get(key)!r}, expected a positive integer")
@@ -191,7 +225,7 @@ def _read_dense(modules: Modules, folder: str) -> None:
             f"supported: {', '.join(_ACTIVATIONS)}"
         )
     step = DenseStep(
-        on="vectors",
+        on=place,
         inputs=modules.width,
         outputs=config["out_features"],
         bias=config.get("bias", True),
@@ -212,31 +246,75 @@ def _read_layer_norm(modules: Modules, folder: str) -> None:
 
 def _read_normalize(modules: Modules, folder: str) -> None:
     name, config = modules.config(folder, "module_input_name", "module_output_name")
-    modules.need_vectors(name, config)
-    modules.add(NormalizeStep(on="vectors"))
+    place = modules.place(name, config)
+    if place == "tokens" and config.get("module_input_name") is None:
+        raise CheckpointError(f"{name}: module_input_name is missing: say token_embeddings, or remove the module")
+    modules.add(NormalizeStep(on=place))
 
 
 def stored_name(name: str) -> str:
     """What a module of sentence-transformers calls the parameter `name` of our step."""
-    return name if name.startswith(("linear.", "residual.")) else f"norm.{name}"
+    return name if name.startswith(("linear.", "residual.", "layer_weights")) else f"norm.{name}"
 
 
 def _read_splade(modules: Modules, folder: str) -> None:
-    """The largest activated logit of each word; the activation does not change which one that is."""
+    """Each word's largest activated logit (which one that is the activation does not change), or their sum."""
     keys = ("pooling_strategy", "activation_function", "embedding_dimension", "word_embedding_dimension", "chunk_size")
     name, config = modules.config(folder, *keys)
     if modules.pooled:
         raise UnsupportedError(f"{name}: a second pooling is not supported")
-    if config.get("pooling_strategy", "max") != "max":
-        raise UnsupportedError(
-            f"{name}: pooling_strategy = {config['pooling_strategy']!r} is not supported, only 'max'"
-        )
+    strategy = config.get("pooling_strategy", "max")
+    if strategy not in ("max", "sum"):
+        raise UnsupportedError(f"{name}: pooling_strategy = {strategy!r} is not supported: max or sum")
     activation = config.get("activation_function", "relu")
     if activation not in ("relu", "log1p_relu"):
         raise UnsupportedError(f"{name}: activation_function = {activation!r} is not supported: relu or log1p_relu")
+    if type(config.get("chunk_size", 1)) not in (int, type(None)):
+        raise CheckpointError(f"{name}: chunk_size = {config['chunk_size']!r}, expected a whole number")
     modules.pooled = True
-    modules.add(PoolingStep(modes=("max",)))
-    modules.add(LogStep(on="vectors", times=1 if activation == "relu" else 2))
+    times = 1 if activation == "relu" else 2
+    if strategy == "max":
+        modules.add(PoolingStep(modes=("max",)))
+        modules.add(LogStep(on="vectors", times=times))
+    else:
+        modules.add(LogStep(on="tokens", times=times))
+        modules.add(PoolingStep(modes=("sum",)))
+
+
+def _read_mask(modules: Modules, folder: str) -> None:
+    """Which vectors are left out of the result; the steps do not change."""
+    name, config = modules.config(folder, "skiplist_words", "skiplist_tasks", "keep_only_token_ids")
+    if modules.mask is not None:
+        raise UnsupportedError(f"{name}: a second MultiVectorMask is not supported")
+    modules.mask = read_mask(name, config)
+
+
+def _read_weighted_layers(modules: Modules, folder: str) -> None:
+    """The mean of several layers' states; without `output_hidden_states` the library passes the last one's on."""
+    name, config = modules.config(
+        folder, "embedding_dimension", "word_embedding_dimension", "num_hidden_layers", "layer_start"
+    )
+    if modules.pooled or modules.mix is not None:
+        raise UnsupportedError(f"{name}: a WeightedLayerPooling behind another pooling is not supported")
+    width = config.get("embedding_dimension", config.get("word_embedding_dimension"))
+    if width != modules.width:
+        raise CheckpointError(f"{name}: the pooling is {width} wide, the model's states are {modules.width} wide")
+    layers, start = config.get("num_hidden_layers", 12), config.get("layer_start", 4)
+    if type(layers) is not int or layers < 1:
+        raise CheckpointError(f"{name}: num_hidden_layers = {layers!r}, expected a positive integer")
+    if type(start) is not int or not 0 <= start <= layers:
+        raise CheckpointError(f"{name}: layer_start = {start!r}, expected an integer from 0 to {layers}")
+    shown = modules.checkpoint.config.get("output_hidden_states")
+    if not isinstance(shown, bool | None):
+        raise UnsupportedError(f"config.json: output_hidden_states = {shown!r} is not supported: true or false")
+    if not shown:
+        modules.warnings.append(
+            f"{folder}: sentence-transformers' WeightedLayerPooling has no effect, as config.json does not set "
+            "output_hidden_states"
+        )
+        return
+    modules.mix = LayerMixSpec(start=start, count=layers + 1 - start)
+    modules.folders["mix."] = folder
 
 
 def _read_dropout(modules: Modules, folder: str) -> None:
@@ -251,4 +329,6 @@ READERS: Mapping[str, Callable[[Modules, str], None]] = {
     "Normalize": _read_normalize,
     "Dropout": _read_dropout,
     "SpladePooling": _read_splade,
+    "WeightedLayerPooling": _read_weighted_layers,
+    "MultiVectorMask": _read_mask,
 }

@@ -7,8 +7,12 @@ from typing import Any
 from toolkit.checkpoint import Checkpoint
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
 from toolkit.modules import READERS, Modules, read_modules, transformer_options
+from toolkit.multivector import MaskOptions, MultiVectorOptions, read_options
+from toolkit.pylate import ALIASES, PyLate, is_pylate, read_pylate
 from toolkit.scoring import count_labels
-from toolkit.spec import DenseStep, HeadSpec, LogStep, PoolingStep, Step, VocabularyStep
+from toolkit.spec import DenseStep, HeadSpec, LayerMixSpec, LogStep, NormalizeStep, PoolingStep, Step, VocabularyStep
+from toolkit.stanford import is_stanford, names_stanford, read_stanford, stanford_rules
+from toolkit.weights import Rule
 
 __all__ = ["Pipeline", "ReadPipeline", "checkpoint_kind", "is_reranker", "read_pipeline"]
 
@@ -24,6 +28,8 @@ class Pipeline:
         default_prompt: the name of the prompt that applies when the caller names none, or None.
         include_prompt: whether pooling takes the prompt's tokens in.
         similarity: the checkpoint's similarity function, or None.
+        normalize: whether vectors are scaled to length 1 after truncation, on top of what the checkpoint does; asked
+            for at the conversion.
     """
 
     max_seq_length: int | None
@@ -32,6 +38,7 @@ class Pipeline:
     default_prompt: str | None
     include_prompt: bool
     similarity: str | None
+    normalize: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, for JSON."""
@@ -57,15 +64,32 @@ class Pipeline:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadPipeline:
-    """A checkpoint's pipeline, the head that its modules make, where each step's tensors are, and warnings."""
+    """A checkpoint's pipeline, the head that its modules make, and warnings.
+
+    `mix` is the mean of layers' states that they ask for; `folders` tells where parameters lie, by how their names
+    begin; `rules`, what becomes of tensors that stand beside the base model's.
+    For task `multi-vector`, `multi_vector` says how queries and documents differ, and `prefixes` what is in front of
+    their prompts and is to be one token each.
+    """
 
     pipeline: Pipeline
     head: HeadSpec
-    folders: Mapping[int, str]
+    mix: LayerMixSpec | None
+    folders: Mapping[str, str]
+    rules: tuple[Rule, ...]
     warnings: list[str]
+    multi_vector: MultiVectorOptions | None
+    prefixes: Mapping[str, str]
 
 
-_KINDS = {"CrossEncoder": "rerank", "SentenceTransformer": "embed", "SparseEncoder": "sparse"}
+_KINDS = {
+    "CrossEncoder": "rerank",
+    "SentenceTransformer": "embed",
+    "SparseEncoder": "sparse",
+    "MultiVectorEncoder": "multi-vector",
+    "ColBERT": "multi-vector",  # PyLate
+}
+_ST_CONFIG = "config_sentence_transformers.json"
 
 
 def checkpoint_kind(checkpoint: Checkpoint) -> str | None:
@@ -74,15 +98,18 @@ def checkpoint_kind(checkpoint: Checkpoint) -> str | None:
     Raises:
         UnsupportedError: they name a kind of model that is not served.
     """
-    name = "config_sentence_transformers.json"
-    # without modules.json sentence-transformers ignores this file, and so do we
-    beside = checkpoint.has("modules.json") and checkpoint.has(name)
-    kind = checkpoint.json(name).get("model_type") if beside else None
+    config = _st_config(checkpoint)
+    kind = config.get("model_type")
     if kind is None:
-        return None
+        return "multi-vector" if is_pylate(config) else None
     if not isinstance(kind, str) or kind not in _KINDS:
-        raise UnsupportedError(f"{name}: model_type = {kind!r} is not supported; supported: {', '.join(_KINDS)}")
+        raise UnsupportedError(f"{_ST_CONFIG}: model_type = {kind!r} is not supported; supported: {', '.join(_KINDS)}")
     return _KINDS[kind]
+
+
+def _st_config(checkpoint: Checkpoint) -> dict[str, Any]:
+    """config_sentence_transformers.json; without modules.json sentence-transformers ignores it, and so do we."""
+    return checkpoint.json(_ST_CONFIG) if checkpoint.has("modules.json") and checkpoint.has(_ST_CONFIG) else {}
 
 
 def is_reranker(checkpoint: Checkpoint) -> bool:
@@ -109,38 +136,35 @@ def read_pipeline(
         UnsupportedError: a module or an option is not supported.
     """
     warnings: list[str] = []
-    modules = Modules(checkpoint=checkpoint, width=hidden)
-    options: dict[str, Any] | None = None
-    if checkpoint.has("modules.json"):
-        entries = read_modules(checkpoint)
-        options = transformer_options(checkpoint, entries[0][1], task)
-        allowed = {"embed": [k for k in READERS if k != "SpladePooling"], "sparse": ["SpladePooling"]}.get(task, [])
-        for kind, folder in entries[1:]:
-            if kind not in allowed:
-                raise UnsupportedError(f"modules.json: a {kind} module is not supported for task {task!r}")
-            READERS[kind](modules, folder)
-        if task in ("embed", "sparse") and not modules.pooled:
-            raise UnsupportedError("modules.json: there is no Pooling module")
+    modules = Modules(checkpoint=checkpoint, width=hidden, per_token=task == "multi-vector")
+    options: dict[str, Any] = {}
+    config = _st_config(checkpoint)
+    pylate = read_pylate(_ST_CONFIG, config if task == "multi-vector" else {})
+    if task == "multi-vector":
+        if is_stanford(checkpoint):
+            pylate = _read_stanford(modules)
+            options = dict(pylate.options)
+        else:
+            options = {**pylate.options, **_read_per_token(modules, config, pylate)}
+    elif checkpoint.has("modules.json"):
+        options = _read_pooled(modules, task)
     elif task == "sparse":
         modules.add(PoolingStep(modes=("max",)))
         modules.add(LogStep(on="vectors", times=1))
     elif not steps:
         warnings.append("no modules.json: mean pooling without normalisation is assumed, as sentence-transformers does")
         modules.add(PoolingStep(modes=("mean",)))
-    name = "config_sentence_transformers.json"
-    # without modules.json sentence-transformers ignores this file, and so do we
-    config = checkpoint.json(name) if options is not None and checkpoint.has(name) else {}
-    options = options or {}
-    prompts = config.get("prompts") or {}
-    if not isinstance(prompts, dict) or not all(isinstance(p, str) for p in prompts.values()):
-        raise CheckpointError(f"{name}: prompts must map names to texts")
+    if task == "sparse" and config.get("max_active_dims") is not None:
+        raise UnsupportedError(f"{_ST_CONFIG}: max_active_dims = {config['max_active_dims']!r} is not supported")
+    prompts = _prompts(config, task, pylate)
     default = config.get("default_prompt_name")
     similarity = config.get("similarity_fn_name")
     if not isinstance(similarity, str | None):
-        raise CheckpointError(f"{name}: similarity_fn_name = {similarity!r}, expected a text")
-    prompts = {**({"query": "", "document": ""} if task in ("embed", "sparse") else {}), **prompts}
+        raise CheckpointError(f"{_ST_CONFIG}: similarity_fn_name = {similarity!r}, expected a text")
     if default is not None and (not isinstance(default, str) or default not in prompts):
-        raise CheckpointError(f"{name}: default_prompt_name {default!r} is not among the prompts {sorted(prompts)}")
+        raise CheckpointError(
+            f"{_ST_CONFIG}: default_prompt_name {default!r} is not among the prompts {sorted(prompts)}"
+        )
     pipeline = Pipeline(
         max_seq_length=options.get("max_seq_length"),
         lower_case=options.get("do_lower_case") or False,
@@ -150,11 +174,102 @@ def read_pipeline(
         similarity=similarity,
     )
     if task == "sparse":
-        words = next(step.outputs for step in steps if isinstance(step, VocabularyStep))
+        words = next(step.outputs for step in reversed(steps) if isinstance(step, DenseStep | VocabularyStep))
         head = HeadSpec(steps=(*steps, *modules.steps), width=words)
+    elif task == "multi-vector":
+        head = HeadSpec(steps=tuple(modules.steps), width=0, token_width=modules.width)
     else:
         head = _head_of(steps) if steps else HeadSpec(steps=tuple(modules.steps), width=modules.width)
-    return ReadPipeline(pipeline=pipeline, head=head, folders=modules.folders, warnings=warnings)
+    return ReadPipeline(
+        pipeline=pipeline,
+        head=head,
+        mix=modules.mix,
+        folders=modules.folders,
+        rules=stanford_rules(checkpoint, projected=task == "multi-vector" and is_stanford(checkpoint)),
+        warnings=warnings + modules.warnings,
+        multi_vector=read_options(options, modules.mask, similarity) if task == "multi-vector" else None,
+        prefixes=pylate.prefixes,
+    )
+
+
+def _prompts(config: Mapping[str, Any], task: str, pylate: PyLate) -> dict[str, str]:
+    """The prompts by name; a MultiVectorEncoder may store one as null, which is none."""
+    prompts = config.get("prompts") or {}
+    if task == "multi-vector" and isinstance(prompts, dict):
+        prompts = {name: "" if prompt is None else prompt for name, prompt in prompts.items()}
+    if not isinstance(prompts, dict) or not all(isinstance(prompt, str) for prompt in prompts.values()):
+        raise CheckpointError(f"{_ST_CONFIG}: prompts must map names to texts")
+    named = {"query": "", "document": ""} if task in ("embed", "sparse", "multi-vector") else {}
+    return {**named, **pylate.prompts(prompts)}
+
+
+def _read_pooled(modules: Modules, task: str) -> dict[str, Any]:
+    """Read the modules of all other tasks.
+
+    Returns:
+        The options of the Transformer module.
+    """
+    entries = read_modules(modules.checkpoint)
+    options = transformer_options(modules.checkpoint, entries[0][1], task)
+    allowed = {
+        "embed": [k for k in READERS if k not in ("SpladePooling", "MultiVectorMask")],
+        "sparse": ["SpladePooling", "Normalize", "Dropout"],
+    }.get(task, [])
+    for kind, folder in entries[1:]:
+        if kind not in allowed:
+            raise UnsupportedError(f"modules.json: a {kind} module is not supported for task {task!r}")
+        READERS[kind](modules, folder)
+    if task in ("embed", "sparse") and not modules.pooled:
+        raise UnsupportedError("modules.json: there is no Pooling module")
+    return options
+
+
+def _read_per_token(modules: Modules, config: Mapping[str, Any], pylate: PyLate) -> dict[str, Any]:
+    """Read the modules of a MultiVectorEncoder, or make of others' modules what it makes of them.
+
+    Returns:
+        The options of the Transformer module.
+    """
+    checkpoint = modules.checkpoint
+    kind = config.get("model_type") or ("MultiVectorEncoder" if names_stanford(checkpoint) else "SentenceTransformer")
+    untrained = "MultiVectorEncoder would put a projection with random weights behind the model: train and save it"
+    if not checkpoint.has("modules.json"):
+        raise UnsupportedError(f"no modules.json: {untrained}")
+    if kind not in ("MultiVectorEncoder", "ColBERT", "SentenceTransformer"):
+        reason = "it contradicts HF_ColBERT in config.json" if names_stanford(checkpoint) else untrained
+        raise UnsupportedError(f"{_ST_CONFIG}: model_type = {kind!r}: {reason}")
+    entries = read_modules(checkpoint, ALIASES)
+    modules.redirected = kind == "SentenceTransformer"
+    for name, folder in entries[1:]:
+        if modules.redirected and (name == "Pooling" or (name == "Normalize" and modules.of_vectors(folder))):
+            continue  # they make and scale the one vector that there is not
+        if name not in ("Dense", "Normalize", "MultiVectorMask"):
+            raise UnsupportedError(f"modules.json: a {name} module is not supported for task 'multi-vector'")
+        READERS[name](modules, folder)
+    if kind == "SentenceTransformer" and not any(isinstance(step, DenseStep) for step in modules.steps):
+        raise UnsupportedError(f"modules.json: there is no Dense module: {untrained}")
+    if kind != "MultiVectorEncoder":
+        if modules.mask is not None:
+            raise UnsupportedError(f"modules.json: a MultiVectorMask is not supported for model_type {kind!r}")
+        default = pylate.words if kind == "ColBERT" or pylate.prefixes else ()
+        modules.mask = MaskOptions(skip_words=default if pylate.skip_words is None else pylate.skip_words)
+        modules.add(NormalizeStep(on="tokens"))
+    return transformer_options(checkpoint, entries[0][1], "multi-vector")
+
+
+def _read_stanford(modules: Modules) -> PyLate:
+    """Project and normalise each token.
+
+    Returns:
+        What is said of texts.
+    """
+    read = read_stanford(modules.checkpoint, modules.width)
+    modules.add(read.projection)
+    modules.add(NormalizeStep(on="tokens"))
+    modules.width = read.projection.outputs
+    modules.mask = MaskOptions(skip_words=read.texts.words)
+    modules.warnings += read.warnings
+    return read.texts
 
 
 def _head_of(steps: tuple[Step, ...]) -> HeadSpec:

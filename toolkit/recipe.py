@@ -25,7 +25,7 @@ class Recipe:
     Attributes:
         model_type: as in `config.json`.
         classes: the transformers classes that it answers to (`architectures` in `config.json`).
-        tasks: what a checkpoint of it can be converted for.
+        tasks: what a checkpoint of it can be converted for; see `base_tasks`.
         spec: effective configuration from the raw one.
         rules: what becomes of every stored tensor.
         prefixes: what the base model's tensor names may start with, e.g. `"bert."`; always tried with `""`.
@@ -59,9 +59,14 @@ class Recipe:
     heads: tuple[TaskHead, ...] = ()
 
     @property
+    def base_tasks(self) -> tuple[str, ...]:
+        """The tasks of the base model: where token states serve `embed`, they serve `multi-vector` as well."""
+        return (*self.tasks, *(("multi-vector",) if "embed" in self.tasks else ()))
+
+    @property
     def all_tasks(self) -> tuple[str, ...]:
         """The tasks of the base model and of every head."""
-        return tuple(dict.fromkeys((*self.tasks, *(task for head in self.heads for task in head.tasks))))
+        return tuple(dict.fromkeys((*self.base_tasks, *(task for head in self.heads for task in head.tasks))))
 
     @property
     def all_classes(self) -> tuple[str, ...]:
@@ -80,13 +85,14 @@ class Recipe:
             kinds += ["grouped heads"] if attention.kv_heads != attention.heads else []
         return tuple(dict.fromkeys(kinds))
 
-    def head_rules(self, head: TaskHead | None) -> tuple[Rule, ...]:
-        """The rules for a checkpoint with `head`: what it needs is not dropped."""
+    def head_rules(self, head: TaskHead | None, raw: Mapping[str, Any]) -> tuple[Rule, ...]:
+        """The rules for a checkpoint with `head` and this configuration: what the head needs is not dropped."""
         if head is None:
             return self.rules
-        wanted = [source.replace("{p}", "weight") for rule in head.rules for source in rule.sources]
+        rules = head.rules(ConfigReader(raw))
+        wanted = [source.replace("{p}", "weight") for rule in rules for source in rule.sources]
         kept = (rule for rule in self.rules if rule.target is not None or not any(map(rule.match, wanted)))
-        return (*kept, *head.rules)
+        return (*kept, *rules)
 
     @property
     def label(self) -> str:

@@ -1,9 +1,9 @@
 """Run a converted module: inputs → rows → packed batches → graph → vectors or states, in the caller's order."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -17,10 +17,11 @@ from toolkit.errors import InputError, UnsupportedError
 from toolkit.executor import Direct, Executor, RunnerStats
 from toolkit.graphs import BucketLadder, GraphPair
 from toolkit.inputs import Limits, Row, RowInput, TokenIds, check_row
+from toolkit.multivector import KINDS, Kind, SideEncoder
 from toolkit.nn.head import Head, Output, build_head
 from toolkit.nn.linear import can_pack, pack_linears
 from toolkit.nn.model import build_encoder, fill
-from toolkit.rows import Input, Pairs, listed, read_rows
+from toolkit.rows import Input, Pairs, Rows, group_rows, listed, read_rows
 from toolkit.scoring import Classification, Scoring, TokenClassification
 from toolkit.tokenizer import Pair, TextEncoder
 
@@ -28,8 +29,8 @@ __all__ = ["Input", "Runner", "RunnerStats", "load"]
 
 _CPU_BATCH_TOKENS = 2048
 _CUDA_BATCH_TOKENS = 65536
-# Up to so many tokens a forward pass costs about the same, so one mixed batch beats two.
-_ONE_BATCH_TOKENS = 1024
+# What one batch of a call holds on CUDA: enough for full speed, and little enough to start while texts are read.
+_CUDA_GROUP_TOKENS = 16384
 
 
 class Runner:
@@ -44,7 +45,10 @@ class Runner:
     ) -> None:
         manifest = artifact.manifest
         self.artifact, self.device, self.mode = artifact, device, mode
-        self.attention, backend = choose_backend(manifest.spec.attentions, device, artifact.dtype, attention)
+        self._keyed = manifest.multi_vector is not None and manifest.multi_vector.unattended > 0
+        self.attention, backend = choose_backend(
+            manifest.spec.attentions, device, artifact.dtype, attention, keyed=self._keyed
+        )
         self.model = build_encoder(manifest.spec, backend)
         self.head = build_head(manifest.head, device, skips=not manifest.pipeline.include_prompt)
         parts = nn.ModuleDict({"encoder": self.model, "head": self.head})
@@ -63,11 +67,17 @@ class Runner:
             length=manifest.usable_length,
             dtype=artifact.dtype,
         )
-        self._texts = TextEncoder(artifact.folder / "tokenizer.json", manifest.tokenizer, self.limits)
+        files = (artifact.folder / "tokenizer.json", manifest.tokenizer, self.limits)
+        self._texts: dict[str, TextEncoder] = {"": TextEncoder(*files)}
+        if manifest.multi_vector is not None:
+            self._texts |= {kind: SideEncoder(*files, manifest.multi_vector.side(kind)) for kind in KINDS}
         default = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
         if manifest.task == "sparse":  # each token's logits over the vocabulary are held at once
             default //= 16 if device.type == "cuda" else 2
         self.batch_tokens = max(batch_tokens or default, manifest.usable_length)
+        self._group_tokens = self.batch_tokens
+        if device.type == "cuda":
+            self._group_tokens = max(min(self.batch_tokens, _CUDA_GROUP_TOKENS), manifest.usable_length)
         self._compiled: dict[str, CompiledEntryPoint] = {}
         self._executor = self._build_executor()
 
@@ -77,6 +87,7 @@ class Runner:
         prompt_name: str | None = None,
         prompt: str | None = None,
         truncate_dim: int | None = None,
+        normalize: bool | None = None,
     ) -> Tensor:
         """Embed inputs as sentence-transformers' `encode` does; for task `sparse` a column is a word's weight.
 
@@ -84,7 +95,9 @@ class Runner:
             inputs: one input or a sequence of them. Prompts apply to texts only.
             prompt_name: a prompt of the checkpoint, put in front of every text; default: the checkpoint's.
             prompt: a text to put in front instead; the empty string switches prompts off.
-            truncate_dim: keep the first so many values of each vector (not normalised again).
+            truncate_dim: keep the first so many values of each vector.
+            normalize: scale to length 1 in the end; by default only if that was asked for at the conversion. A prefix
+                of a vector of length 1 is shorter than 1.
 
         Returns:
             float32 [inputs, dim] on the CPU, in the order of the inputs.
@@ -97,32 +110,73 @@ class Runner:
         dim = self.artifact.manifest.head.width
         if truncate_dim is not None and (type(truncate_dim) is not int or not 1 <= truncate_dim <= dim):
             raise InputError(f"truncate_dim = {truncate_dim!r}, expected a whole number, 1 … {dim}")
-        vectors = self._vectors(self.rows(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt)))
-        return vectors[:, :truncate_dim].contiguous() if truncate_dim is not None else vectors
+        vectors = self._vectors(self._read(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt)))
+        vectors = vectors[:, :truncate_dim].contiguous() if truncate_dim is not None else vectors
+        wanted = self.artifact.manifest.pipeline.normalize if normalize is None else normalize
+        return torch.nn.functional.normalize(vectors, dim=-1) if wanted else vectors
 
-    def _vectors(self, rows: list[Row]) -> Tensor:
-        """float32 [rows, V] on the CPU, in the rows' order; rows without tokens are zero."""
+    def multi_vectors(
+        self,
+        inputs: Input | Sequence[Input],
+        kind: Kind,
+        prompt_name: str | None = None,
+        prompt: str | None = None,
+    ) -> list[Tensor]:
+        """Embed each token, as `MultiVectorEncoder`'s `encode_query` or `encode_document` does.
+
+        Only texts get a prompt, are cut at the limit of their kind and filled up with the expansion of queries. From
+        every input the vectors of tokens are left out that the checkpoint's mask names; it goes by ids, so those of
+        tokens given as embeddings are all kept. `toolkit.multivector.maxsim` scores the results.
+
+        Args:
+            inputs: one input or a sequence of them.
+            kind: "query" or "document".
+            prompt_name, prompt: as in `embed`; default: the checkpoint's prompt for this kind.
+
+        Returns:
+            For each input float32 [kept tokens, dim] on the CPU, in the order of the inputs.
+
+        Raises:
+            InputError: an input, the kind or a prompt name is not acceptable.
+            UnsupportedError: the artifact was converted for another task.
+        """
+        if self.artifact.manifest.multi_vector is None:
+            raise self._wrong_task("multi_vectors", "multi-vector")
+        side = self.artifact.manifest.multi_vector.side(kind)
+        text = self.artifact.manifest.pipeline.prompt(kind if prompt_name is None else prompt_name, prompt)
+        rows = self.rows(inputs, text, kind=kind)
+        vectors = self._per_token(
+            dict(enumerate(rows)), self.artifact.manifest.head.token_width, lambda output: output.tokens
+        )
+        return [x[side.kept(row)].float() for x, row in zip(vectors, rows, strict=True)]
+
+    def _vectors(self, rows: Rows) -> Tensor:
+        """float32 [rows, V] on the CPU, in the callers' order; rows without tokens are zero."""
         width = self.artifact.manifest.head.width
         result = torch.empty(len(rows), width, device=self.device)
         order: list[int] = []
-        for members, batch in self._batches(rows):
+        for members, batch in self._batches(rows.chunks()):
             result[len(order) : len(order) + len(members)] = self._executor.vectors(batch)
             order += members
-        unsorted = torch.zeros(len(rows), width)
-        unsorted[order] = result[: len(order)].cpu()
-        return unsorted
+        unsorted = torch.zeros(len(rows), width, device=self.device)
+        unsorted[torch.tensor(order, dtype=torch.long).to(self.device)] = result[: len(order)]
+        return unsorted.cpu()
 
     def token_states(
         self, inputs: Input | Sequence[Input], prompt_name: str | None = None, prompt: str | None = None
     ) -> list[Tensor]:
-        """Return the last layer's states of each input's tokens: [tokens, hidden] each, on the CPU."""
-        rows = self.rows(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt))
-        return self._per_token(rows, self.artifact.manifest.spec.hidden, lambda output: output.states)
+        """Return the states of each input's tokens, which pooling starts from: [tokens, hidden] each, on the CPU.
 
-    def _per_token(self, rows: list[Row], width: int, choose: Callable[[Output], Tensor]) -> list[Tensor]:
+        They are the last layer's, behind the final norm; for a checkpoint with a WeightedLayerPooling its weighted mean
+        of several layers' states, which is what sentence-transformers calls `token_embeddings` too.
+        """
+        rows = self.rows(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt))
+        return self._per_token(dict(enumerate(rows)), self.artifact.manifest.spec.hidden, lambda output: output.states)
+
+    def _per_token(self, rows: dict[int, Row], width: int, choose: Callable[[Output], Tensor]) -> list[Tensor]:
         """What `choose` takes from an output, for each row: [tokens, width] on the CPU, in the rows' order."""
         found: list[Tensor] = [torch.empty(0, width, dtype=self.limits.dtype)] * len(rows)
-        for members, batch in self._batches(rows):
+        for members, batch in self._batches([rows]):
             pieces = choose(self._executor.run(batch)).cpu().split(batch.cu_seqlens.diff().tolist())
             for member, piece in zip(members, pieces, strict=True):
                 found[member] = piece.clone()
@@ -157,7 +211,7 @@ class Runner:
         """
         scoring = self._scoring("score", "rerank")
         text = self.artifact.manifest.pipeline.prompt(prompt_name, prompt)
-        logits = self._vectors(self._full_rows(pairs, text, "only"))
+        logits = self._vectors(self._read(pairs, text, pairs="only", empty=False))
         if activation and scoring.activation == "sigmoid":
             logits = torch.sigmoid(logits)
         return logits[:, 0] if len(scoring.labels) == 1 else logits
@@ -172,7 +226,7 @@ class Runner:
             UnsupportedError: the artifact was converted for another task.
         """
         scoring = self._scoring("classify", "classify")
-        return Classification.of(self._vectors(self._full_rows(inputs, "", "allowed")), scoring)
+        return Classification.of(self._vectors(self._read(inputs, "", pairs="allowed", empty=False)), scoring)
 
     def classify_tokens(self, inputs: Input | Sequence[Input]) -> list[TokenClassification]:
         """Classify each token of each input; needs an artifact of task `token-classify`.
@@ -183,8 +237,10 @@ class Runner:
         """
         scoring = self._scoring("classify_tokens", "token-classify")
         items = listed(inputs, pairs="no")
-        logits = self._per_token(self.rows(items, ""), len(scoring.labels), lambda output: output.tokens)
-        places = self._texts.places({k: item for k, item in enumerate(items) if isinstance(item, str)})
+        logits = self._per_token(
+            dict(enumerate(self.rows(items, ""))), len(scoring.labels), lambda output: output.tokens
+        )
+        places = self._texts[""].places({k: item for k, item in enumerate(items) if isinstance(item, str)})
         return [TokenClassification.of(x.float(), scoring, places.get(k)) for k, x in enumerate(logits)]
 
     def generate(self, inputs: Input | Sequence[Input], max_new_tokens: int, **options: Any) -> list[Any]:
@@ -244,7 +300,11 @@ class Runner:
 
     def _build_executor(self) -> Executor:
         spec = self.artifact.manifest.spec
-        ids, embeds = (_with_head(self._entry_point(name), self.head) for name in ("forward_ids", "forward_embeds"))
+        suffix = "_keyed" if self._keyed else ""
+        ids, embeds = (
+            _with_head(self._entry_point(name + suffix), self.head, self._keyed)
+            for name in ("forward_ids", "forward_embeds")
+        )
         if self.mode != "graph":
             return Direct(ids, embeds, self.device)
         return GraphPair(
@@ -263,44 +323,27 @@ class Runner:
         self._compiled[name] = compile_entry_point(self.model, name, sizes)
         return self._compiled[name]
 
-    def _full_rows(self, inputs: Any, prompt: str, pairs: Pairs) -> list[Row]:
-        """Like `rows`, for tasks that cannot do without tokens."""
-        rows = self.rows(inputs, prompt, pairs=pairs)
-        empty = next((number for number, row in enumerate(rows) if not len(row)), None)
-        if empty is not None:
-            raise InputError(f"input {empty} has no tokens: there is nothing to score")
-        return rows
+    def rows(
+        self,
+        inputs: Input | Pair | Sequence[Input | Pair],
+        prompt: str,
+        *,
+        pairs: Pairs = "no",
+        kind: Kind | Literal[""] = "",
+    ) -> list[Row]:
+        """Tokenize and check, in the caller's order; see `toolkit.rows.read_rows`, and `multi_vectors` for `kind`."""
+        return self._read(inputs, prompt, pairs=pairs, kind=kind).all()
 
-    def rows(self, inputs: Input | Pair | Sequence[Input | Pair], prompt: str, *, pairs: Pairs = "no") -> list[Row]:
-        """Tokenize and check, in the caller's order; see `toolkit.rows.read_rows`."""
-        skip = self._texts.prompt_length(prompt) if self.head.skips else 0
-        return read_rows(inputs, prompt, self._texts, self.limits, pairs=pairs, skip=skip)
+    def _read(
+        self, inputs: Any, prompt: str, *, pairs: Pairs = "no", kind: Kind | Literal[""] = "", empty: bool = True
+    ) -> Rows:
+        skip = self._texts[kind].prompt_length(prompt) if self.head.skips else 0
+        return read_rows(inputs, prompt, self._texts[kind], self.limits, pairs=pairs, skip=skip, empty=empty)
 
-    def _batches(self, rows: list[Row]) -> Iterator[tuple[list[int], PackedBatch]]:
-        """Pack rows of similar length together; yields the rows' numbers and their batch.
-
-        Rows that hold embeddings get batches of their own, so that the others never pay for the embeds graph,
-        except where everything fits into one small batch. Rows without tokens are left out.
-        """
-        filled = [number for number, row in enumerate(rows) if len(row)]
-        kinds = [[n for n in filled if not rows[n].embeds], [n for n in filled if rows[n].embeds]]
-        if sum(len(rows[n]) for n in filled) <= _ONE_BATCH_TOKENS:
-            kinds = [filled]
-        for kind in kinds:
-            for members in self._groups(sorted(kind, key=lambda n: len(rows[n]), reverse=True), rows):
-                yield members, self.pack([rows[n] for n in members])
-
-    def _groups(self, order: list[int], rows: list[Row]) -> Iterator[list[int]]:
-        group: list[int] = []
-        tokens = 0
-        for number in order:
-            if group and tokens + len(rows[number]) > self.batch_tokens:
-                yield group
-                group, tokens = [], 0
-            group.append(number)
-            tokens += len(rows[number])
-        if group:
-            yield group
+    def _batches(self, chunks: Iterable[dict[int, Row]]) -> Iterator[tuple[list[int], PackedBatch]]:
+        """The rows' numbers and their batch; see `toolkit.rows.group_rows`."""
+        for group in group_rows(chunks, self._group_tokens):
+            yield list(group), self.pack(list(group.values()))
 
     def _scoring(self, method: str, task: str) -> Scoring:
         scoring = self.artifact.manifest.scoring
@@ -315,8 +358,8 @@ class Runner:
         )
 
 
-def _with_head(states: Callable[..., Tensor], head: Head) -> Callable[..., Output]:
-    """Over the tensors of a batch: the encoder's entry point takes all but `skip`, which is the head's."""
+def _with_head(states: Callable[..., Tensor], head: Head, keyed: bool) -> Callable[..., Output]:
+    """Over the tensors of a batch: `skip` is the head's, the others are the entry point's, `keys` if it is `keyed`."""
 
     def run(
         ids: Tensor,
@@ -325,9 +368,11 @@ def _with_head(states: Callable[..., Tensor], head: Head) -> Callable[..., Outpu
         cu_seqlens: Tensor,
         max_len: Tensor,
         skip: Tensor,
+        keys: Tensor,
         *rest: Tensor,
     ) -> Output:
-        return head(states(ids, positions, segments, cu_seqlens, max_len, *rest), cu_seqlens, skip)
+        own = (keys, *rest) if keyed else rest
+        return head(states(ids, positions, segments, cu_seqlens, max_len, *own), cu_seqlens, skip)
 
     return run
 

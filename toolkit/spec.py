@@ -22,6 +22,8 @@ __all__ = [
     "EmbeddingSpec",
     "EncoderSpec",
     "HeadSpec",
+    "Llama3Scaling",
+    "LayerMixSpec",
     "LogStep",
     "MlpSpec",
     "NormSpec",
@@ -32,6 +34,7 @@ __all__ = [
     "RopeSpec",
     "Step",
     "VocabularyStep",
+    "YarnScaling",
     "self_attention",
     "stack",
 ]
@@ -75,15 +78,47 @@ class EmbeddingSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Llama3Scaling:
+    """Llama 3's: frequencies that turn less than `low` times within `original` tokens are divided by `factor`.
+
+    Those that turn more than `high` times stay, between the two there is a smooth transition.
+    """
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float
+    low: float
+    high: float
+    original: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class YarnScaling:
+    """YaRN (Peng et al., 2023): like Llama3Scaling with a linear ramp between dimensions.
+
+    The ramp lies between those that turn `fast` and `slow` times within `original` tokens, rounded outwards if
+    `truncate`. Cosines and sines are multiplied by `magnitude`.
+    """
+
+    kind: Literal["yarn"] = "yarn"
+    factor: float
+    original: int
+    fast: float
+    slow: float
+    truncate: bool
+    magnitude: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class RopeSpec:
     """Rotary positions (Su et al., 2021) over the first `dims` values of each head.
 
-    Angles are position / `factor` × `base` ** (-2i / dims).
+    Angles are position / `factor` × `base` ** (-2i / dims), or as `scaling` has them.
     """
 
     base: float
     dims: int
     factor: float = 1.0
+    scaling: Llama3Scaling | YarnScaling | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +232,23 @@ class BlockSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LayerMixSpec:
+    """A weighted mean of the states of several depths, with a learned weight for each.
+
+    Depth 0 is what the first layer reads, the last depth what comes out of the final norm. The mean is over the
+    `count` last depths, from `start` on.
+    """
+
+    start: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True)
 class EncoderSpec:
-    """A stack of layers. `schedule` names the block that runs at each depth: depths may share a block."""
+    """A stack of layers. `schedule` names the block that runs at each depth: depths may share a block.
+
+    With a `mix`, its mean stands for the last depth's states.
+    """
 
     hidden: int
     usable_length: int
@@ -206,6 +256,7 @@ class EncoderSpec:
     blocks: tuple[BlockSpec, ...]
     schedule: tuple[str, ...]
     final_norm: NormSpec | None = None
+    mix: LayerMixSpec | None = None
 
     @property
     def attentions(self) -> list[AttentionSpec]:
@@ -263,12 +314,13 @@ class NormStep:
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyStep:
-    """Each token's logits over the vocabulary: products with the model's own token table, and a bias."""
+    """Each token's logits over the vocabulary: products with the model's own token table, and perhaps a bias."""
 
     kind: Literal["vocabulary"] = "vocabulary"
     name: str = ""
     on: Place
     outputs: int
+    bias: bool
 
 
 @dataclass(frozen=True, kw_only=True)

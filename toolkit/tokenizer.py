@@ -4,7 +4,8 @@ transformers reads the checkpoint's tokenizer files at conversion; afterwards on
 is needed.
 """
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -179,7 +180,7 @@ class TextEncoder:
             except UnicodeEncodeError as error:
                 raise InputError(f"input {number}: not valid Unicode ({error.reason})") from None
         encodings = self._tokenizer.encode_batch_fast(list(texts.values()))
-        return {number: self._row(number, encoding) for number, encoding in zip(texts, encodings, strict=True)}
+        return dict(zip(texts, self._rows(list(texts), encodings), strict=True))
 
     def places(self, texts: Mapping[int, str]) -> dict[int, list[Place]]:
         """Where each token of each text comes from, by the text's number."""
@@ -206,19 +207,34 @@ class TextEncoder:
         ids = self._tokenizer.encode(prompt).ids if prompt else []
         return len(ids) - (bool(ids) and ids[-1] in self._spec.special_ids)
 
-    def _row(self, number: int, encoding: Encoding) -> Row:
-        ids = np.array(encoding.ids, np.int32)
-        segments = np.array(encoding.type_ids, np.int32) if self._spec.segments else np.zeros_like(ids)
-        if ids.max(initial=0) >= self._limits.vocab_size:
+    def _rows(self, numbers: list[int], encodings: list[Encoding]) -> list[Row]:
+        """Check all at once; the rows are views of one array."""
+        lengths = [len(encoding) for encoding in encodings]
+        bounds = np.cumsum([0, *lengths])
+        ids = _flat((encoding.ids for encoding in encodings), bounds[-1])
+        segments = np.zeros_like(ids)
+        if self._spec.segments:
+            segments = _flat((encoding.type_ids for encoding in encodings), bounds[-1])
+        words, kinds, most = self._limits.vocab_size, self._limits.segments, self._limits.length
+
+        def number_of(place: np.intp) -> int:
+            return numbers[np.searchsorted(bounds, place, side="right") - 1]
+
+        if ids.max(initial=0) >= words:
+            where = number_of(ids.argmax())
+            raise InputError(f"input {where}: the tokenizer yields id {ids.max()}, the model's vocabulary has {words}")
+        if segments.max(initial=0) >= max(kinds, 1):
             raise InputError(
-                f"input {number}: the tokenizer yields id {ids.max()}, the model's vocabulary has "
-                f"{self._limits.vocab_size}"
+                f"input {number_of(segments.argmax())}: the tokenizer yields segment {segments.max()}, the model's "
+                f"table has {kinds} rows"
             )
-        if segments.max(initial=0) >= max(self._limits.segments, 1):
-            raise InputError(
-                f"input {number}: the tokenizer yields segment {segments.max()}, the model's table has "
-                f"{self._limits.segments} rows"
-            )
-        if len(ids) > self._limits.length:
-            raise InputError(f"input {number}: {len(ids)} tokens, the model takes at most {self._limits.length}")
-        return Row(ids=ids, segments=segments, embeds=())
+        if max(lengths, default=0) > most:
+            where = lengths.index(max(lengths))
+            raise InputError(f"input {numbers[where]}: {lengths[where]} tokens, the model takes at most {most}")
+        ends = zip(bounds.tolist(), bounds[1:].tolist(), strict=False)
+        return [Row(ids=ids[begin:end], segments=segments[begin:end], embeds=()) for begin, end in ends]
+
+
+def _flat(lists: Iterable[list[int]], count: int) -> np.ndarray:
+    """The numbers of all lists, int32 [count]."""
+    return np.fromiter(itertools.chain.from_iterable(lists), np.int32, count)

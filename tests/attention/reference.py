@@ -16,6 +16,8 @@ def dense(
     scale: float,
     *,
     reach: int = -1,
+    keys: Sequence[int] | None = None,
+    causal: bool = False,
     bias: Tensor | None = None,
     content_q: Tensor | None = None,
     content_k: Tensor | None = None,
@@ -25,7 +27,7 @@ def dense(
     out = torch.zeros(q.shape, dtype=torch.float64, device=q.device)
     groups = q.shape[1] // k.shape[1]
     offsets = [0, *torch.tensor(lengths).cumsum(0).tolist()]
-    for begin, end in pairwise(offsets):
+    for number, (begin, end) in enumerate(pairwise(offsets)):
         places = torch.arange(end - begin, device=q.device)
         distance = places[:, None] - places[None, :]
         a, b, c = (x[begin:end].double().transpose(0, 1) for x in (q, k, v))
@@ -42,6 +44,10 @@ def dense(
                 scores = scores + content_k.double()[begin:end][column, :, bucket].permute(2, 0, 1)
         if reach >= 0:
             scores = scores.masked_fill(distance.abs() > reach, float("-inf"))
+        if causal:
+            scores = scores.masked_fill(distance < 0, float("-inf"))
+        if keys is not None:
+            scores[:, :, keys[number] :] = float("-inf")
         out[begin:end] = (scores.softmax(-1) @ c).transpose(0, 1)
     return out
 

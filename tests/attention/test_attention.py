@@ -35,6 +35,29 @@ def test_sdpa_within_sequences(lengths: list[int], kv_heads: int, reach: int) ->
     assert (out - dense(q, k, v, lengths, 0.3, reach=reach)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("reach", [-1, 40])
+@pytest.mark.parametrize("lengths", CASES)
+def test_sdpa_with_tokens_that_are_not_attended_to(lengths: list[int], reach: int) -> None:
+    """They see the others, and get results of their own."""
+    q, k, v = random_qkv(sum(lengths), 2)
+    keys = [min(n, max(1, n - 3 * (number % 2 + 1))) for number, n in enumerate(lengths)]
+    given = torch.tensor(keys, dtype=torch.int32)
+    out = sdpa.attend(q, k, v, offsets_of(lengths), longest(), 0.3, reach, given)
+    expected = dense(q, k, v, lengths, 0.3, reach=reach, keys=keys)
+    assert (out - expected).abs().max() < 1e-5
+    assert keys == lengths or (out - dense(q, k, v, lengths, 0.3, reach=reach)).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("reach", [-1, 0, 1, 5, 62, 63, 64])
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("lengths", CASES)
+def test_sdpa_without_what_comes_later(lengths: list[int], kv_heads: int, reach: int) -> None:
+    """B3, B4: a window then reaches to one side only."""
+    q, k, v = random_qkv(sum(lengths), kv_heads)
+    out = sdpa.attend(q, k, v, offsets_of(lengths), longest(), 0.3, reach, None, True)
+    assert (out - dense(q, k, v, lengths, 0.3, reach=reach, causal=True)).abs().max() < 1e-5
+
+
 @pytest.mark.parametrize("kind", ["bias", "content_q", "content_k", "disentangled"])
 @pytest.mark.parametrize("lengths", CASES)
 def test_sdpa_with_distances(lengths: list[int], kind: str) -> None:
@@ -72,6 +95,7 @@ def test_every_backend_is_traceable(backend: Backend) -> None:
         bucket_of = torch.empty(13, dtype=torch.int32)
     args, ops = (q, k, v, offsets, bound, 0.3), backend.load()
     assert ops.attend(*args, -1).shape == q.shape
+    assert ops.attend(*args, -1, torch.empty(2, dtype=torch.int32, device="meta")).shape == q.shape
     if "bias" in backend.scores:
         assert ops.attend_biased(*args, bias).shape == q.shape
     if "disentangled" in backend.scores:
@@ -85,7 +109,14 @@ def test_the_backend_is_chosen_when_a_module_is_built() -> None:
 @pytest.mark.parametrize(
     ("spec", "device", "dtype", "name", "reason"),
     [
-        (replace(SPEC, causal=True), "cpu", torch.float32, "auto", "sdpa: causal"),
+        (
+            replace(SPEC, causal=True, distance=AlibiSpec()),
+            "cpu",
+            torch.float32,
+            "auto",
+            "sdpa: has no causal bias scores",
+        ),
+        (replace(SPEC, causal=True), "cuda", torch.bfloat16, "triton", "triton: has no causal plain scores"),
         (SPEC, "cpu", torch.int8, "auto", "sdpa: does not take torch.int8"),
         (SPEC, "cpu", torch.float32, "varlen", "varlen: runs on cuda only"),
         (SPEC, "cuda", torch.float32, "varlen", "varlen: does not take torch.float32"),
@@ -95,6 +126,8 @@ def test_the_backend_is_chosen_when_a_module_is_built() -> None:
         (replace(SPEC, reach=3), "cuda", torch.float32, "efficient", "efficient: has no window scores"),
         (replace(SPEC, reach=3, distance=AlibiSpec()), "cpu", torch.float32, "auto", "a window together with a bias"),
         (SPEC, "cpu", torch.float32, "nonsense", "nonsense"),
+        (SPEC, "cuda", torch.float16, "flash3", "flash3: does not take torch.float16"),
+        (replace(SPEC, reach=3), "cuda", torch.bfloat16, "flash3", "flash3: has no window scores"),
     ],
 )
 def test_an_unfit_backend_is_refused_by_name(
@@ -102,3 +135,23 @@ def test_an_unfit_backend_is_refused_by_name(
 ) -> None:
     with pytest.raises(UnsupportedError, match=reason):
         choose_backend([spec] if device == "cuda" else [SPEC, spec], torch.device(device), dtype, name)
+
+
+@pytest.mark.parametrize(
+    ("spec", "name", "reason"),
+    [
+        (replace(SPEC, reach=3), "varlen", "varlen: cannot leave keys out of window scores"),
+        (SPEC, "flash3", "flash3: cannot leave keys out of plain scores"),
+        (replace(SPEC, distance=AlibiSpec()), "triton", "triton: cannot leave keys out of bias scores"),
+    ],
+)
+def test_a_backend_that_cannot_leave_keys_out_is_refused(spec: AttentionSpec, name: str, reason: str) -> None:
+    with pytest.raises(UnsupportedError, match=reason):
+        choose_backend([spec], torch.device("cuda"), torch.bfloat16, name, keyed=True)
+    (backend,) = [backend for backend in BACKENDS if backend.name == name]
+    assert "keys" not in str(backend.why_unfit(spec, torch.device("cuda"), torch.bfloat16))
+
+
+def test_the_cpu_leaves_keys_out() -> None:
+    for spec in (SPEC, replace(SPEC, reach=3)):
+        assert choose_backend([spec], CPU, torch.float32, keyed=True)[0] == "sdpa"

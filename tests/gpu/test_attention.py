@@ -11,13 +11,22 @@ from toolkit.attention import BACKENDS, Backend
 LENGTHS = [1, 2, 0, 17, 63, 64, 65, 130, 0, 256]
 LONGEST = torch.tensor([256], dtype=torch.int32)
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
+
+
+def scores_of(kind: str) -> str:
+    return {"plain": "plain", "keys": "plain", "reach": "window", "bias": "bias"}.get(kind.split()[0], "disentangled")
+
+
 CASES = [
     (backend, dtype, kind)
     for backend in BACKENDS
     if backend.device == "cuda"
     for dtype in backend.dtypes
-    for kind in ("plain", "reach 0", "reach 4", "reach 64", "bias", "content_q", "content_k", "disentangled")
-    if {"plain": "plain", "reach": "window", "bias": "bias"}.get(kind.split()[0], "disentangled") in backend.scores
+    for kind in (
+        *("plain", "keys", "reach 0", "reach 4", "reach 64", "reach 64 keys"),
+        *("bias", "content_q", "content_k", "disentangled"),
+    )
+    if scores_of(kind) in (backend.keyed if kind.endswith("keys") else backend.scores)
 ]
 
 
@@ -36,10 +45,13 @@ def test_equals_attention_written_out(
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     args = (q, k, v, offsets_of([*LENGTHS, 0], "cuda"), LONGEST, 0.3)
     ops, tables = backend.load(), dict[str, Any]()
-    if kind == "plain" or kind.startswith("reach"):
-        reach = -1 if kind == "plain" else int(kind.split()[1])
-        tables["reach"] = reach
-        out = ops.attend(*args, reach)
+    if kind.split()[0] in ("plain", "keys", "reach"):
+        tables["reach"] = int(kind.split()[1]) if kind.startswith("reach") else -1
+        keys = None
+        if kind.endswith("keys"):  # every token reaches one of them
+            tables["keys"] = [min(n, max(1, n - 40)) for n in LENGTHS]
+            keys = torch.tensor([*tables["keys"], 0], dtype=torch.int32, device="cuda")
+        out = ops.attend(*args, tables["reach"], keys)
     else:
         tables = extras(kind, total + 9, heads, 256, dtype, "cuda")
         if kind == "bias":

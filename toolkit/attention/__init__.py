@@ -29,9 +29,22 @@ class AttentionBackend(Protocol):
     """
 
     def attend(
-        self, q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+        self,
+        q_TNH: Tensor,
+        k_TKH: Tensor,
+        v_TKH: Tensor,
+        cu_seqlens: Tensor,
+        max_len: Tensor,
+        scale: float,
+        reach: int,
+        keys_S: Tensor | None = None,
+        causal: bool = False,
     ) -> Tensor:
-        """Attend within each sequence; `reach` is how far to either side, -1 for all."""
+        """Attend within each sequence, if `causal` to a token itself and those before it.
+
+        `reach` is how far to either side, -1 for all. Only the first `keys_S` (int32 [S]) tokens of a sequence are
+        attended to, None for all; each token must reach one of them.
+        """
         ...
 
     def attend_biased(
@@ -65,7 +78,11 @@ class AttentionBackend(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Backend:
-    """One row of the table: where it lives and what it can do."""
+    """One row of the table: where it lives and what it can do.
+
+    `keyed` are the kinds of scores with which it can leave keys out (`keys_S` of `AttentionBackend.attend`), `causal`
+    those with which it can leave out what comes later.
+    """
 
     name: str
     module: str
@@ -74,12 +91,16 @@ class Backend:
     max_head_dim: int
     head_dim_multiple: int
     scores: tuple[Scores, ...]
+    keyed: tuple[Scores, ...] = ()
+    causal: tuple[Scores, ...] = ()
 
     def why_unavailable(self) -> str | None:
         """None if it can run on this machine, else the reason and the fix."""
         return importlib.import_module(self.module).why_unavailable()
 
-    def why_unfit(self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype) -> str | None:
+    def why_unfit(
+        self, spec: AttentionSpec, device: torch.device, dtype: torch.dtype, keyed: bool = False
+    ) -> str | None:
         """None if it can compute `spec` exactly, else the reason."""
         if device.type != self.device:
             return f"runs on {self.device} only"
@@ -89,11 +110,13 @@ class Backend:
             return f"head size {spec.head_dim} exceeds {self.max_head_dim}"
         if spec.head_dim % self.head_dim_multiple:
             return f"head size {spec.head_dim} is no multiple of {self.head_dim_multiple}"
-        if spec.causal:
-            return "causal attention is not supported yet"
         needed = _scores(spec)
         if needed not in self.scores:
             return f"has no {needed} scores"
+        if spec.causal and needed not in self.causal:
+            return f"has no causal {needed} scores"
+        if keyed and needed not in self.keyed:
+            return f"cannot leave keys out of {needed} scores"
         return self.why_unavailable()
 
     def load(self) -> AttentionBackend:
@@ -123,6 +146,7 @@ BACKENDS = (
         max_head_dim=2**16,
         head_dim_multiple=8,
         scores=("plain",),
+        keyed=("plain",),
     ),
     Backend(
         name="triton",
@@ -132,7 +156,9 @@ BACKENDS = (
         max_head_dim=128,
         head_dim_multiple=1,
         scores=("plain", "window", "bias", "disentangled"),
+        keyed=("plain", "window"),
     ),
+    # With fewer keys than queries the kernel's window hangs on the last key instead of on the query's own place.
     Backend(
         name="varlen",
         module="toolkit.attention.varlen",
@@ -141,15 +167,17 @@ BACKENDS = (
         max_head_dim=256,
         head_dim_multiple=8,
         scores=("plain", "window"),
+        keyed=("plain",),
     ),
+    # The package's build has neither float16 nor windows.
     Backend(
         name="flash3",
         module="toolkit.attention.flash3",
         device="cuda",
-        dtypes=_HALF,
+        dtypes=(torch.bfloat16,),
         max_head_dim=256,
         head_dim_multiple=8,
-        scores=("plain", "window"),
+        scores=("plain",),
     ),
     Backend(
         name="sdpa",
@@ -159,14 +187,18 @@ BACKENDS = (
         max_head_dim=2**30,
         head_dim_multiple=1,
         scores=("plain", "window", "bias", "disentangled"),
+        keyed=("plain", "window"),
+        causal=("plain", "window"),
     ),
 )
 
 
 def choose_backend(
-    specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype, name: str = "auto"
+    specs: Sequence[AttentionSpec], device: torch.device, dtype: torch.dtype, name: str = "auto", *, keyed: bool = False
 ) -> tuple[str, AttentionBackend]:
     """Return the name and the module of the first backend that fits all `specs`, or of the one that is asked for.
+
+    `keyed` says that some tokens are not attended to.
 
     Raises:
         UnsupportedError: none fits; the message gives each one's reason.
@@ -175,7 +207,7 @@ def choose_backend(
     for backend in BACKENDS:
         if name not in ("auto", backend.name):
             continue
-        reason = next(filter(None, (backend.why_unfit(spec, device, dtype) for spec in specs)), None)
+        reason = next(filter(None, (backend.why_unfit(spec, device, dtype, keyed) for spec in specs)), None)
         if reason is None:
             return backend.name, backend.load()
         reasons.append(f"{backend.name}: {reason}")

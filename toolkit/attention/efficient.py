@@ -17,9 +17,18 @@ def why_unavailable() -> str | None:
 
 @torch.library.custom_op("toolkit::efficient_attention", mutates_args=())
 def attend(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_len: Tensor,
+    scale: float,
+    reach: int,
+    keys_S: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
+    assert not causal, "not yet on CUDA"
     assert reach < 0, "this kernel has no windows"
     groups = q_TNH.shape[1] // k_TKH.shape[1]
     if groups > 1:  # the kernel wants as many key/value heads as query heads
@@ -38,11 +47,10 @@ def attend(
         0.0,
         no_mask,
         scale=scale,
+        seqlen_k=keys_S,
     )[0][0]
 
 
 @attend.register_fake
-def _(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
-) -> Tensor:
+def _(q_TNH: Tensor, *rest: object) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)

@@ -19,13 +19,15 @@ def why_unavailable() -> str | None:
     return None
 
 
-def _runs(cu_seqlens: Tensor) -> Iterator[tuple[int, int, int]]:
-    """(start, stop, length) of each run of equally long sequences that are not empty."""
+def _runs(cu_seqlens: Tensor, keys_S: Tensor | None) -> Iterator[tuple[int, int, int, int]]:
+    """(start, stop, length, keys) of each run of sequences that agree in both and are not empty."""
+    lengths = cu_seqlens.diff().tolist()
+    counts = lengths if keys_S is None else keys_S.tolist()
     start = 0
-    for length, run in itertools.groupby(cu_seqlens.diff().tolist()):
+    for (length, keys), run in itertools.groupby(zip(lengths, counts, strict=True)):
         stop = start + length * sum(1 for _ in run)
         if length:
-            yield start, stop, length
+            yield start, stop, length, keys
         start = stop
 
 
@@ -36,14 +38,19 @@ def _attend(
     cu_seqlens: Tensor,
     scale: float,
     mask_of: Callable[[int, int, int], Tensor | None],
+    keys_S: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """`mask_of` gives what is added to the scores of a run: broadcastable to [B, N, L, L], or None."""
     o_TNH = q_TNH.new_empty(q_TNH.shape)
     gqa = q_TNH.shape[1] != k_TKH.shape[1]
-    for start, stop, length in _runs(cu_seqlens):
+    for start, stop, length, keys in _runs(cu_seqlens, keys_S):
         q, k, v = (x[start:stop].unflatten(0, (-1, length)).transpose(1, 2) for x in (q_TNH, k_TKH, v_TKH))
         mask = mask_of(start, stop, length)
-        o_BNLH = F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=gqa)
+        if keys < length:
+            k, v, mask = k[..., :keys, :], v[..., :keys, :], None if mask is None else mask[..., :keys]
+        plain = causal and mask is None
+        o_BNLH = F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scale, enable_gqa=gqa)
         o_TNH[start:stop].unflatten(0, (-1, length)).copy_(o_BNLH.transpose(1, 2))
     return o_TNH
 
@@ -56,14 +63,26 @@ def _distances(length: int) -> Tensor:
 
 @torch.library.custom_op("toolkit::sdpa_attention", mutates_args=())
 def attend(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_len: Tensor,
+    scale: float,
+    reach: int,
+    keys_S: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`."""
 
     def mask_of(start: int, stop: int, length: int) -> Tensor | None:
-        return _distances(length).abs() <= reach if 0 <= reach < length - 1 else None
+        if not 0 <= reach < length - 1:
+            return None
+        distances = _distances(length)
+        return (distances >= 0) & (distances <= reach) if causal else distances.abs() <= reach
 
-    return _attend(q_TNH, k_TKH, v_TKH, cu_seqlens, scale, mask_of)
+    assert keys_S is None or not causal, "what comes later is not attended to anyway"
+    return _attend(q_TNH, k_TKH, v_TKH, cu_seqlens, scale, mask_of, keys_S, causal)
 
 
 @torch.library.custom_op("toolkit::sdpa_attention_biased", mutates_args=())

@@ -27,6 +27,7 @@ def _attend_kernel(
     content_q,
     content_k,
     bucket_of,
+    keys_of,
     scale,
     q_row,
     q_head,
@@ -44,6 +45,7 @@ def _attend_kernel(
     BIAS: tl.constexpr,
     CONTENT_Q: tl.constexpr,
     CONTENT_K: tl.constexpr,
+    KEYS: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -58,6 +60,7 @@ def _attend_kernel(
     length = tl.load(cu_seqlens + sequence + 1) - begin
     if block * ROWS >= length:
         return
+    keyed = tl.load(keys_of + sequence) if KEYS else length
     begin = begin.to(tl.int64)
     rows = block * ROWS + tl.arange(0, ROWS)
     dims = tl.arange(0, DIMS)
@@ -72,13 +75,13 @@ def _attend_kernel(
     highest = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     mixed = tl.zeros((ROWS, DIMS), tl.float32)
-    first, last = 0, length
+    first, last = 0, keyed
     if REACH >= 0:
         first = tl.maximum(block * ROWS - REACH, 0) // COLUMNS * COLUMNS
-        last = tl.minimum(length, block * ROWS + ROWS + REACH)
+        last = tl.minimum(keyed, block * ROWS + ROWS + REACH)
     for start in range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
-        there = columns < length
+        there = columns < keyed
         keys = tl.load(
             k + columns[None, :].to(tl.int64) * k_row + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0
         )
@@ -130,6 +133,7 @@ def launch(
     content_q_TNB: Tensor | None = None,
     content_k_TNB: Tensor | None = None,
     bucket_of_R: Tensor | None = None,
+    keys_S: Tensor | None = None,
 ) -> Tensor:
     """Attend within each sequence. Heads are contiguous in q, k and v; rows and heads may be strided.
 
@@ -140,6 +144,7 @@ def launch(
         bias_NR: float32, added to the scores by distance.
         content_q_TNB, content_k_TNB: added to the scores of a query (a key), by the bucket of the distance.
         bucket_of_R: int32, the bucket of a distance.
+        keys_S: int32, how many tokens at the start of each sequence are attended to; None for all.
 
     Returns:
         [T, N, H]; rows beyond the last sequence are undefined.
@@ -166,6 +171,7 @@ def launch(
         content_q_TNB,
         content_k_TNB,
         bucket_of_R,
+        keys_S,
         scale,
         q_TNH.stride(0),
         q_TNH.stride(1),
@@ -183,6 +189,7 @@ def launch(
         BIAS=bias_NR is not None,
         CONTENT_Q=content_q_TNB is not None,
         CONTENT_K=content_k_TNB is not None,
+        KEYS=keys_S is not None,
         PRECISION="ieee",
         ROWS=rows,
         COLUMNS=columns,

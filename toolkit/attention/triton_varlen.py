@@ -22,12 +22,21 @@ def why_unavailable() -> str | None:
 
 @torch.library.custom_op("toolkit::triton_attention", mutates_args=())
 def attend(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_len: Tensor,
+    scale: float,
+    reach: int,
+    keys_S: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
+    assert not causal, "not yet on CUDA"
     from toolkit.attention.triton_kernel import launch
 
-    return launch(q_TNH, k_TKH, v_TKH, cu_seqlens, int(max_len.item()), scale, reach=reach)
+    return launch(q_TNH, k_TKH, v_TKH, cu_seqlens, int(max_len.item()), scale, reach=reach, keys_S=keys_S)
 
 
 @torch.library.custom_op("toolkit::triton_attention_biased", mutates_args=())

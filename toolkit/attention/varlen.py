@@ -22,9 +22,18 @@ def why_unavailable() -> str | None:
 
 @torch.library.custom_op("toolkit::varlen_attention", mutates_args=())
 def attend(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    cu_seqlens: Tensor,
+    max_len: Tensor,
+    scale: float,
+    reach: int,
+    keys_S: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
+    assert not causal, "not yet on CUDA"
     longest = int(max_len.item())
     window = reach if reach >= 0 else None
     return torch.ops.aten._flash_attention_forward(
@@ -41,11 +50,10 @@ def attend(
         scale=scale,
         window_size_left=window,
         window_size_right=window,
+        seqused_k=keys_S,
     )[0]
 
 
 @attend.register_fake
-def _(
-    q_TNH: Tensor, k_TKH: Tensor, v_TKH: Tensor, cu_seqlens: Tensor, max_len: Tensor, scale: float, reach: int
-) -> Tensor:
+def _(q_TNH: Tensor, *rest: object) -> Tensor:
     return q_TNH.new_empty(q_TNH.shape)

@@ -6,6 +6,15 @@ attention is SDPA and their dtype is the artifact's.
 
 from toolkit.bench.measure import run_bench
 from toolkit.bench.report import BenchResult, Measurement
+from toolkit.bench.suite import SuiteResult, run_suite
 from toolkit.bench.texts import lognormal_lengths, random_texts
 
-__all__ = ["BenchResult", "Measurement", "lognormal_lengths", "random_texts", "run_bench"]
+__all__ = [
+    "BenchResult",
+    "Measurement",
+    "SuiteResult",
+    "lognormal_lengths",
+    "random_texts",
+    "run_bench",
+    "run_suite",
+]

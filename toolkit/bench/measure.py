@@ -24,7 +24,7 @@ from toolkit.parity.harness import find_source
 from toolkit.runner import Runner, load
 from toolkit.versions import library_versions
 
-__all__ = ["run_bench"]
+__all__ = ["compare", "difference", "hardware", "median_seconds", "run_bench"]
 
 
 def run_bench(
@@ -74,34 +74,33 @@ def run_bench(
 
     on_stage("strings to vectors")
     ours = runner.embed(chosen)
-    seconds = _median(lambda: runner.embed(chosen), runner.device)
+    seconds = median_seconds(lambda: runner.embed(chosen), runner.device)
     differences: dict[str, float] = {}
     found = [("toolkit", f"mode {runner.mode}", tokens / seconds)]
     for name, setting, run in peers.encoders():
         on_stage(f"strings to vectors: {name}, {setting}")
-        differences[name] = _difference(name, run(chosen), ours, artifact.dtype)
-        found.append((name, setting, tokens / _median(lambda run=run: run(chosen), runner.device)))
-    measurements += _compare("strings to vectors, mixed lengths", found, "tokens/s", higher_is_better=True)
+        differences[name] = difference(name, run(chosen), ours, artifact.dtype)
+        found.append((name, setting, tokens / median_seconds(lambda run=run: run(chosen), runner.device)))
+    measurements += compare("strings to vectors, mixed lengths", found, "tokens/s", higher_is_better=True)
 
     on_stage("one short text")
     short = min(32, longest)
     one = random_texts(artifact, [short])
-    found = [("toolkit", "string to vector", _median(lambda: runner.embed(one), runner.device, 50) * 1e6)]
+    found = [("toolkit", "string to vector", median_seconds(lambda: runner.embed(one), runner.device, 50) * 1e6)]
     for name, setting, run in peers.single():
-        found.append((name, setting, _median(lambda run=run: run(one), runner.device, 20) * 1e6))
-    measurements += _compare(f"one text of {short} tokens, string to vector", found, "µs", higher_is_better=False)
+        found.append((name, setting, median_seconds(lambda run=run: run(one), runner.device, 20) * 1e6))
+    measurements += compare(f"one text of {short} tokens, string to vector", found, "µs", higher_is_better=False)
 
     on_stage("model only")
     measurements += _model_only(runner, peers, packed_tokens)
     measurements += _paths(runner)
-    cuda = runner.device.type == "cuda"
     return BenchResult(
         artifact=artifact.manifest.source["name"],
         mode=runner.mode,
         attention=runner.attention,
         peer_attention=peers.attention,
         dtype=artifact.manifest.dtype,
-        hardware=torch.cuda.get_device_name() if cuda else f"{_cpu_name()}, {torch.get_num_threads()} threads",
+        hardware=hardware(runner.device),
         versions=library_versions(),
         texts={"count": len(chosen), "tokens": tokens, "mean": tokens / len(chosen), "longest": longest},
         max_difference=differences,
@@ -109,7 +108,7 @@ def run_bench(
     )
 
 
-def _difference(name: str, theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> float:
+def difference(name: str, theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> float:
     """Largest difference of two sets of vectors; a peer that computes something else is not worth timing."""
     difference = float((theirs - ours).abs().max())
     allowed = 1e-4 if dtype == torch.float32 else 0.05
@@ -118,13 +117,17 @@ def _difference(name: str, theirs: Tensor, ours: Tensor, dtype: torch.dtype) -> 
     return difference
 
 
-def _cpu_name() -> str:
+def hardware(device: torch.device) -> str:
+    """The name of the accelerator, or of the CPU with the number of threads that are used."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
     info = Path("/proc/cpuinfo")
     names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+    name = f"{names[0] if names else platform.processor()} ({torch.backends.cpu.get_cpu_capability()})"
+    return f"{name}, {torch.get_num_threads()} threads"
 
 
-def _median(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
+def median_seconds(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> float:
     """Median seconds of `run`, after two warm-up runs; the device is idle before and after each."""
     times: list[float] = []
     for number in range(repeats + 2):
@@ -139,7 +142,7 @@ def _median(run: Callable[[], Any], device: torch.device, repeats: int = 5) -> f
     return statistics.median(times)
 
 
-def _compare(
+def compare(
     what: str, found: Sequence[tuple[str, str, float]], unit: str, *, higher_is_better: bool
 ) -> list[Measurement]:
     """Turn (who, setting, value) into measurements; the first is ours."""
@@ -168,19 +171,21 @@ def _model_only(runner: Runner, peers: Peers, packed_tokens: int | None) -> list
     tokens = sum(map(len, ids))
     batch = runner.pack(_checked(runner, ids))
     found = [
-        (who, f"{setting}, {len(ids)} packed sequences", tokens / _median(run, runner.device, 20))
+        (who, f"{setting}, {len(ids)} packed sequences", tokens / median_seconds(run, runner.device, 20))
         for who, setting, run in _ways(runner, batch)
     ]
     for size in peers.sizes:
         run = peers.padded(ids, size)
-        found.append(("transformers", f"padded, sorted, batch {size}", tokens / _median(run, runner.device, 5)))
-    results = _compare(f"model only, {tokens} tokens", found, "tokens/s", higher_is_better=True)
+        found.append(("transformers", f"padded, sorted, batch {size}", tokens / median_seconds(run, runner.device, 5)))
+    results = compare(f"model only, {tokens} tokens", found, "tokens/s", higher_is_better=True)
     short = min(32, runner.limits.length)
     one = _random_ids(runner, [short])
     small = runner.pack(_checked(runner, one))
-    found = [(who, setting, _median(run, runner.device, 200) * 1e6) for who, setting, run in _ways(runner, small)]
-    found.append(("transformers", "eager module", _median(peers.padded(one, 1), runner.device, 50) * 1e6))
-    return results + _compare(f"model only, one text of {short} tokens", found, "µs", higher_is_better=False)
+    found = [
+        (who, setting, median_seconds(run, runner.device, 200) * 1e6) for who, setting, run in _ways(runner, small)
+    ]
+    found.append(("transformers", "eager module", median_seconds(peers.padded(one, 1), runner.device, 50) * 1e6))
+    return results + compare(f"model only, one text of {short} tokens", found, "µs", higher_is_better=False)
 
 
 def _ways(runner: Runner, batch: PackedBatch) -> list[tuple[str, str, Callable[[], Any]]]:
@@ -206,18 +211,18 @@ def _paths(runner: Runner) -> list[Measurement]:
     by_embeds = fresh.pack(given)
     results: list[Measurement] = []
     ways = _ways(fresh, by_ids)
-    before = [_median(run, fresh.device, 400) for _, _, run in ways]
+    before = [median_seconds(run, fresh.device, 400) for _, _, run in ways]
     for (_, setting, run_ids), off, (_, _, run_embeds) in zip(ways, before, _ways(fresh, by_embeds), strict=True):
         ids_times, embeds_times = [], []
         for _ in range(20):
-            ids_times.append(_median(run_ids, fresh.device, 20))
-            embeds_times.append(_median(run_embeds, fresh.device, 20))
+            ids_times.append(median_seconds(run_ids, fresh.device, 20))
+            embeds_times.append(median_seconds(run_embeds, fresh.device, 20))
         found = [
             ("toolkit", "ids path, embeds path never used", off * 1e6),
             ("toolkit", "ids path, embeds path in use", statistics.median(ids_times) * 1e6),
             ("toolkit", "embeds path", statistics.median(embeds_times) * 1e6),
         ]
-        results += _compare(f"paths, {by_ids.tokens} tokens, {setting}", found, "µs", higher_is_better=False)
+        results += compare(f"paths, {by_ids.tokens} tokens, {setting}", found, "µs", higher_is_better=False)
     return results
 
 
@@ -243,7 +248,7 @@ def _start_up(artifact: Artifact, runner: Runner, checkpoint: Path) -> list[Meas
         code = ours.format(folder=folder, device=device, mode=mode)
         found.append(("toolkit", f"mode {mode}", _time_process(code)))
     found.append(("sentence-transformers", "", _time_process(theirs.format(root=str(checkpoint), device=device))))
-    return _compare("start-up, empty process to first vector", found, "s", higher_is_better=False)
+    return compare("start-up, empty process to first vector", found, "s", higher_is_better=False)
 
 
 def _time_process(code: str) -> float:

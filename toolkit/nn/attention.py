@@ -21,7 +21,8 @@ __all__ = ["Attention", "DisentangledAttention", "Places", "build_attention", "m
 class Places(NamedTuple):
     """Where the tokens are, computed once for all layers.
 
-    `cu_seqlens` int32 [S + 1]; `max_len` int32 [1] on the CPU; `ropes` cosines and sines of each rope of the model;
+    `cu_seqlens` int32 [S + 1]; `max_len` int32 [1] on the CPU; `keys` int32 [S] how many tokens at the start of each
+    sequence are attended to, None for all; `ropes` cosines and sines of each rope of the model;
     `distance` what a bias by distance needs, an empty tensor if there is none; `bucket_of` likewise.
     """
 
@@ -30,6 +31,7 @@ class Places(NamedTuple):
     ropes: tuple[tuple[Tensor, Tensor], ...]
     distance: Tensor
     bucket_of: Tensor
+    keys: Tensor | None = None
 
 
 class Attention(nn.Module):
@@ -71,7 +73,8 @@ class Attention(nn.Module):
         args = (q_TNH, k_TKH, v_TKH, places.cu_seqlens, places.max_len, self.spec.scale)
         if self.spec.distance is not None:
             return self.backend.attend_biased(*args, places.distance)
-        return self.backend.attend(*args, -1 if self.spec.reach is None else self.spec.reach)
+        reach = -1 if self.spec.reach is None else self.spec.reach
+        return self.backend.attend(*args, reach, places.keys, self.spec.causal)
 
 
 @torch.library.custom_op("toolkit::match_rows", mutates_args=())

@@ -54,9 +54,9 @@ class Vocabulary(nn.Module):
 
     table: Tensor
 
-    def __init__(self, outputs: int) -> None:
+    def __init__(self, outputs: int, bias: bool) -> None:
         super().__init__()
-        self.bias = nn.Parameter(torch.zeros(outputs))
+        self.bias = nn.Parameter(torch.zeros(outputs)) if bias else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[…, width] → […, words]."""
@@ -64,17 +64,17 @@ class Vocabulary(nn.Module):
 
 
 class LogActivation(nn.Module):
-    """log(1 + relu), `times` in a row."""
+    """log(1 + relu), `times` in a row, in float32 also on tokens."""
 
     def __init__(self, times: int) -> None:
         super().__init__()
         self.times = times
 
     def forward(self, x: Tensor) -> Tensor:
-        """Any shape; at least float32."""
-        x = x.relu()
+        """Any shape → float32."""
+        x = x.relu().float()  # memory of its own: on tokens it is the largest tensor of all
         for _ in range(self.times):
-            x = x.log1p()
+            x.log1p_()
         return x
 
 
@@ -164,7 +164,7 @@ def _build_step(step: object) -> nn.Module:
         case NormStep():
             return build_norm(step.width, step.norm)
         case VocabularyStep():
-            return Vocabulary(step.outputs)
+            return Vocabulary(step.outputs, step.bias)
         case LogStep():
             return LogActivation(step.times)
         case NormalizeStep():

@@ -3,7 +3,7 @@
 Shape suffixes: T tokens of all sequences, packed; D hidden size; S sequences; W width of the seam.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,7 +17,7 @@ from toolkit.nn.linear import FusedLinear
 from toolkit.nn.mlp import build_mlp
 from toolkit.nn.norm import build_norm
 from toolkit.nn.rope import RopeTable
-from toolkit.spec import BlockSpec, EncoderSpec
+from toolkit.spec import BlockSpec, EncoderSpec, LayerMixSpec
 
 __all__ = ["Encoder", "build_encoder", "fill", "part_shapes"]
 
@@ -82,20 +82,39 @@ class SandwichBlock(PreNormBlock):
         return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))
 
 
+class LayerMix(nn.Module):
+    """Weighted mean of several depths' states, summed in float32."""
+
+    def __init__(self, spec: LayerMixSpec) -> None:
+        super().__init__()
+        self.start = spec.start
+        self.layer_weights = nn.Parameter(torch.ones(spec.count))
+
+    def forward(self, states: Sequence[Tensor]) -> Tensor:
+        """[T, D] of every depth → [T, D]."""
+        weights = self.layer_weights.float()
+        sum_TD = torch.zeros_like(states[0], dtype=torch.float32)
+        for weight, x_TD in zip(weights, states[self.start :], strict=True):
+            sum_TD = sum_TD + weight * x_TD.float()
+        return (sum_TD / weights.sum()).to(states[0].dtype)
+
+
 _BLOCKS = {"post": PostNormBlock, "post_twice": PostTwiceNormBlock, "pre": PreNormBlock, "sandwich": SandwichBlock}
 
 
 @supports_torch_compile(
-    entry_points=("forward_ids", "forward_embeds"),
-    dynamic_first_dim=("ids", "positions", "segments", "cu_seqlens", "embeds", "is_embed"),
+    entry_points=("forward_ids", "forward_embeds", "forward_ids_keyed", "forward_embeds_keyed"),
+    dynamic_first_dim=("ids", "positions", "segments", "cu_seqlens", "keys", "embeds", "is_embed"),
 )
 class Encoder(nn.Module):
     """A bidirectional encoder over packed sequences, without padding and without a KV cache.
 
-    Both entry points return the token states of the last layer, [T, D]. Rows beyond the last sequence's end
-    are undefined and reach no other row. Inputs: `ids`, `positions`, `segments` int32 [T]; `cu_seqlens` int32
-    [S + 1], ascending from 0 (equal neighbours are empty sequences); `max_len` int32 [1] on the CPU, an upper
-    bound of the sequence lengths; `embeds` [T, W] in the weights' dtype; `is_embed` bool [T].
+    All entry points return the token states, [T, D]: those of the last layer, or the mean of several layers' that
+    `spec.mix` describes. Rows beyond the last sequence's end are undefined and reach no other row. Inputs: `ids`,
+    `positions`, `segments` int32 [T]; `cu_seqlens` int32 [S + 1], ascending from 0 (equal neighbours are empty
+    sequences); `max_len` int32 [1] on the CPU, an upper bound of the sequence lengths; `embeds` [T, W] in the
+    weights' dtype; `is_embed` bool [T]. Those called `keyed` take `keys` int32 [S], how many tokens at the start of
+    each sequence are attended to; the others attend to all.
     """
 
     def __init__(self, spec: EncoderSpec, backend: AttentionBackend) -> None:
@@ -114,6 +133,7 @@ class Encoder(nn.Module):
             rope = kinds.index(block.attention.rope) if block.attention.rope is not None else None
             self.blocks[block.name] = _BLOCKS[block.arrangement](spec.hidden, block, backend, rope)
         self.final_norm = build_norm(spec.hidden, spec.final_norm) if spec.final_norm is not None else nn.Identity()
+        self.mix = LayerMix(spec.mix) if spec.mix is not None else None
 
     def forward_ids(
         self, ids: Tensor, positions: Tensor, segments: Tensor, cu_seqlens: Tensor, max_len: Tensor
@@ -135,11 +155,34 @@ class Encoder(nn.Module):
         x_TD = self.embeddings.from_embeds(embeds, is_embed, ids, positions, segments)
         return self._layers(x_TD, positions, cu_seqlens, max_len)
 
+    def forward_ids_keyed(
+        self, ids: Tensor, positions: Tensor, segments: Tensor, cu_seqlens: Tensor, max_len: Tensor, keys: Tensor
+    ) -> Tensor:
+        """Like `forward_ids`, with `keys`."""
+        return self._layers(self.embeddings.from_ids(ids, positions, segments), positions, cu_seqlens, max_len, keys)
+
+    def forward_embeds_keyed(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        segments: Tensor,
+        cu_seqlens: Tensor,
+        max_len: Tensor,
+        keys: Tensor,
+        embeds: Tensor,
+        is_embed: Tensor,
+    ) -> Tensor:
+        """Like `forward_embeds`, with `keys`."""
+        x_TD = self.embeddings.from_embeds(embeds, is_embed, ids, positions, segments)
+        return self._layers(x_TD, positions, cu_seqlens, max_len, keys)
+
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """The seam: int [T] → [T, W], what `embeds` callers must pass for these ids."""
         return self.embeddings.look_up(ids)
 
-    def _layers(self, x_TD: Tensor, positions: Tensor, cu_seqlens: Tensor, max_len: Tensor) -> Tensor:
+    def _layers(
+        self, x_TD: Tensor, positions: Tensor, cu_seqlens: Tensor, max_len: Tensor, keys: Tensor | None = None
+    ) -> Tensor:
         none = x_TD.new_empty(0)
         places = Places(
             cu_seqlens=cu_seqlens,
@@ -147,10 +190,15 @@ class Encoder(nn.Module):
             ropes=tuple(rope(positions) for rope in self.ropes),
             distance=self.distance() if self.distance is not None else none,
             bucket_of=self.distance.bucket_of if isinstance(self.distance, DistanceTable) else none,
+            keys=keys,
         )
+        earlier: list[Tensor] = []
         for name in self.spec.schedule:
+            if self.mix is not None:
+                earlier.append(x_TD)
             x_TD = self.blocks[name](x_TD, places)
-        return self.final_norm(x_TD)
+        x_TD = self.final_norm(x_TD)
+        return x_TD if self.mix is None else self.mix([*earlier, x_TD])
 
 
 def build_encoder(spec: EncoderSpec, backend: AttentionBackend) -> Encoder:

@@ -14,6 +14,9 @@ from torch import Tensor
 __all__ = ["POOLINGS", "Selection", "select"]
 
 
+_BLOCK = 64
+
+
 class Selection(NamedTuple):
     """Which tokens are pooled: of each sequence those from `begin` up to `end`, int64 [S] both.
 
@@ -79,6 +82,14 @@ def weightedmean(states_TD: Tensor, chosen: Selection) -> Tensor:
     return weighted_SD / ((first + last) * (last - first + 1) / 2).clamp(min=1)[:, None]
 
 
+def total(states_TD: Tensor, chosen: Selection) -> Tensor:
+    """Sum of the selected tokens, by blocks first: one by one, a long sum of positive numbers loses digits."""
+    blocks = torch.arange(0, states_TD.shape[0], _BLOCK, device=states_TD.device)
+    cuts = torch.cat((chosen.bounds, blocks)).sort().values
+    parts = torch.segment_reduce(states_TD.float(), "sum", offsets=cuts, axis=0, unsafe=True, initial=0.0)
+    return _sum(parts, chosen._replace(bounds=torch.searchsorted(cuts, chosen.bounds)))
+
+
 def maximum(states_TD: Tensor, chosen: Selection) -> Tensor:
     """Largest value of each feature among the selected tokens."""
     largest_SD = _reduce(states_TD, chosen, "max", float("-inf"))
@@ -103,4 +114,5 @@ POOLINGS: Mapping[str, Callable[[Tensor, Selection], Tensor]] = {
     "mean_sqrt_len_tokens": mean_sqrt_len_tokens,
     "weightedmean": weightedmean,
     "lasttoken": lasttoken,
+    "sum": total,
 }

@@ -3,10 +3,12 @@
 Shape suffixes: T tokens, N heads, H head size, R half of the rotated values, L positions.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
-from toolkit.spec import RopeSpec
+from toolkit.spec import Llama3Scaling, RopeSpec, YarnScaling
 
 __all__ = ["RopeTable", "rotate"]
 
@@ -22,15 +24,39 @@ class RopeTable(nn.Module):
 
     def compute_buffers(self) -> None:
         """Fill the tables, on the CPU, rounding to float32 where transformers does."""
-        dims = self.spec.dims
+        dims, scaling = self.spec.dims, self.spec.scaling
         exponents_R = torch.arange(0, dims, 2, dtype=torch.int64).float() / dims
         frequencies_R = 1.0 / (self.spec.base**exponents_R) / self.spec.factor
+        magnitude = 1.0
+        if isinstance(scaling, Llama3Scaling):
+            frequencies_R = _scale_like_llama3(frequencies_R, scaling)
+        elif isinstance(scaling, YarnScaling):
+            frequencies_R, magnitude = _scale_like_yarn(frequencies_R, scaling, self.spec), scaling.magnitude
         angles_LR = torch.arange(self.positions).float()[:, None] * frequencies_R
-        self.cos, self.sin = angles_LR.cos(), angles_LR.sin()
+        self.cos, self.sin = angles_LR.cos() * magnitude, angles_LR.sin() * magnitude
 
     def forward(self, positions_T: Tensor) -> tuple[Tensor, Tensor]:
         """int32 [T] → cosines and sines, float32 [T, R] each."""
         return self.cos[positions_T], self.sin[positions_T]
+
+
+def _scale_like_llama3(frequencies_R: Tensor, scaling: Llama3Scaling) -> Tensor:
+    turns_R = scaling.original / (2 * math.pi / frequencies_R)
+    smooth_R = ((turns_R - scaling.low) / (scaling.high - scaling.low)).clamp(0, 1)
+    return (1 - smooth_R) * frequencies_R / scaling.factor + smooth_R * frequencies_R
+
+
+def _scale_like_yarn(frequencies_R: Tensor, scaling: YarnScaling, spec: RopeSpec) -> Tensor:
+    def dimension(turns: float) -> float:
+        """The dimension that turns so often within the original length."""
+        return spec.dims * math.log(scaling.original / (turns * 2 * math.pi)) / (2 * math.log(spec.base))
+
+    low, high = dimension(scaling.fast), dimension(scaling.slow)
+    if scaling.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, spec.dims - 1)
+    ramp_R = ((torch.arange(len(frequencies_R)).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    return frequencies_R / scaling.factor * ramp_R + frequencies_R * (1 - ramp_R)
 
 
 def rotate(x_TNH: Tensor, cos_TR: Tensor, sin_TR: Tensor) -> Tensor:

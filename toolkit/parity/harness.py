@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 from toolkit.artifact import Artifact
+from toolkit.checkpoint import open_checkpoint
 from toolkit.devices import MODES, resolve_device
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
 from toolkit.inputs import MixedPrompt, PromptEmbeds, RowInput, TokenIds
+from toolkit.modules import read_modules
 from toolkit.parity.references import TransformersReference
 from toolkit.parity.report import Cell, ParityReport
 from toolkit.parity.rule import TOLERANCES, bound, max_abs
@@ -71,8 +73,6 @@ def find_source(artifact: Artifact, source: str | Path | None) -> Path:
     Raises:
         CheckpointError: it is not there, or its files have changed.
     """
-    from toolkit.checkpoint import open_checkpoint
-
     recorded = artifact.manifest.source
     name = str(source) if source is not None else recorded["name"]
     try:
@@ -104,8 +104,9 @@ def verify_folder(
             f"transformers has no class for model_type {artifact.manifest.model_type!r}, and remote code is never run: "
             "there is nothing to compare with (convert with --no-verify)"
         )
-    exact = TransformersReference(checkpoint, torch.float64, torch.device("cpu"), name=name)
-    same = TransformersReference(checkpoint, dtype, where, name=name)
+    mix = _mix_folder(checkpoint) if artifact.manifest.spec.mix is not None else None
+    exact = TransformersReference(checkpoint, torch.float64, torch.device("cpu"), name=name, mix=mix)
+    same = TransformersReference(checkpoint, dtype, where, name=name, mix=mix)
     cases = {path: _cases(artifact, exact, path) for path in ("ids", "embeds", "mixed")}
     on_stage("running transformers on the cases")
     expected = {path: [exact.states(c.same, c.segments) for c in cases[path]] for path in cases}
@@ -155,6 +156,12 @@ def verify_folder(
         notes=notes,
         versions=library_versions(),
     )
+
+
+def _mix_folder(checkpoint: Path) -> str:
+    """Where the checkpoint's WeightedLayerPooling lies."""
+    modules = read_modules(open_checkpoint(str(checkpoint)))
+    return next(folder for kind, folder in modules if kind == "WeightedLayerPooling")
 
 
 def _escapes(runner: Runner) -> Cell:

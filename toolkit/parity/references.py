@@ -4,20 +4,25 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from toolkit.errors import MissingDependencyError, ParityError
+from toolkit.errors import MissingDependencyError, ParityError, UnsupportedError
+from toolkit.multivector import Kind
 
 __all__ = [
     "ClassifierReference",
     "CrossEncoderReference",
+    "MultiVectorReference",
     "SentenceTransformersReference",
+    "Sided",
     "SparseEncoderReference",
     "TextReference",
     "TransformersReference",
+    "flash_attentions",
+    "quiet",
 ]
 
 
@@ -38,7 +43,7 @@ class TextReference(Protocol):
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """Loading a reference must not draw progress bars and load reports over ours."""
     from transformers.utils import logging
 
@@ -54,14 +59,23 @@ def _quiet() -> Iterator[None]:
 
 
 class TransformersReference:
-    """transformers' own model in one dtype; for parity with its plain eager attention."""
+    """transformers' own model in one dtype; for parity with its plain eager attention.
+
+    `mix` is the folder of a WeightedLayerPooling, whose mean of the layers' states then stands for the last one's.
+    """
 
     def __init__(
-        self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager", name: str = "AutoModel"
+        self,
+        root: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str = "eager",
+        name: str = "AutoModel",
+        mix: str | None = None,
     ) -> None:
         import transformers
 
-        with _quiet():
+        with quiet():
             self.model: Any = getattr(transformers, name).from_pretrained(
                 str(root),
                 dtype=dtype,
@@ -71,6 +85,7 @@ class TransformersReference:
             )
         self.model.to(device).eval()
         self._device, self._dtype = device, dtype
+        self._mix = _layer_mix(root, mix).to(device, dtype) if mix is not None else None
 
     def table(self, ids: Sequence[int]) -> Tensor:
         """The model's own embedding of token ids: [tokens, width]."""
@@ -92,7 +107,10 @@ class TransformersReference:
         if segments is not None:
             inputs["token_type_ids"] = torch.tensor([list(segments)], device=self._device)
         with torch.inference_mode():
-            return self.model(**inputs).last_hidden_state[0].cpu()
+            output = self.model(**inputs)
+            if self._mix is None:
+                return output.last_hidden_state[0].cpu()
+            return self._mix({"all_layer_embeddings": output.hidden_states})["token_embeddings"][0].cpu()
 
     def padded(self, ids: Sequence[Sequence[int]], size: int) -> Callable[[], None]:
         """Return a run over padded batches of `size` sequences, sorted by length; inputs are moved beforehand."""
@@ -112,6 +130,32 @@ class TransformersReference:
                     self.model(**batch)
 
         return run
+
+
+def _need_sentence_transformers() -> None:
+    if find_spec("sentence_transformers") is None:
+        raise MissingDependencyError(
+            "parity needs sentence-transformers: pip install 'dualgraph-toolkit[reference]', or pass --no-verify"
+        )
+
+
+def _layer_mix(root: Path, folder: str) -> Any:
+    """The WeightedLayerPooling in a folder of the checkpoint, as sentence-transformers loads it."""
+    _need_sentence_transformers()
+    from sentence_transformers.sentence_transformer.modules import WeightedLayerPooling
+
+    return WeightedLayerPooling.load(str(root), subfolder=folder, local_files_only=True).eval()
+
+
+def flash_attentions() -> list[str]:
+    """The names that transformers has for the flash attentions that are installed."""
+    from transformers.utils import import_utils
+
+    available = {
+        "flash_attention_3": getattr(import_utils, "is_flash_attn_3_available", lambda: False),
+        "flash_attention_2": import_utils.is_flash_attn_2_available,
+    }
+    return [name for name, there in available.items() if there()]
 
 
 def _with_attention(attention: str, make: Callable[[str], Any]) -> Any:
@@ -135,12 +179,23 @@ class _SentenceTransformersModel:
 
     kind: str
 
-    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
-        if find_spec("sentence_transformers") is None:
-            raise MissingDependencyError(
-                "parity needs sentence-transformers: pip install 'dualgraph-toolkit[reference]', or pass --no-verify"
-            )
+    def __init__(
+        self,
+        root: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str = "eager",
+        normalize: bool = False,
+    ) -> None:
+        self._normalize = normalize
+        _need_sentence_transformers()
         import sentence_transformers
+
+        if not hasattr(sentence_transformers, self.kind):
+            raise MissingDependencyError(
+                f"parity needs sentence-transformers 6.0 or newer, for its {self.kind}: "
+                "pip install -U sentence-transformers, or pass --no-verify"
+            )
 
         def make(name: str) -> Any:
             return getattr(sentence_transformers, self.kind)(
@@ -151,7 +206,7 @@ class _SentenceTransformersModel:
                 local_files_only=True,
             )
 
-        with _quiet():
+        with quiet():
             self._model: Any = self._make(attention, make)
 
     def _make(self, attention: str, make: Callable[[str], Any]) -> Any:
@@ -176,11 +231,21 @@ class SentenceTransformersReference(_SentenceTransformersModel):
 
     def result(self, item: str, prompt: str) -> Tensor:
         """`encode` of one text: [dim], on the CPU."""
-        return self._model.encode([item], prompt=prompt, convert_to_tensor=True, show_progress_bar=False)[0].cpu()
+        options = {"convert_to_tensor": True, "show_progress_bar": False, "normalize_embeddings": self._normalize}
+        return self._model.encode([item], prompt=prompt, **options)[0].cpu()
 
     def vectors(self, texts: list[str], batch_size: int) -> Tensor:
         """`encode` of many texts: float32 [texts, dim], on the CPU."""
         return self._model.encode(texts, batch_size=batch_size, convert_to_tensor=True).float().cpu()
+
+    def require_unpadded(self) -> None:
+        """Make sure that texts are packed without padding.
+
+        Raises:
+            UnsupportedError: the library does not do that with this model and attention.
+        """
+        if not self._model[0].can_flatten_inputs:
+            raise UnsupportedError("sentence-transformers does not pack this model's inputs")
 
 
 class SparseEncoderReference(_SentenceTransformersModel):
@@ -192,6 +257,42 @@ class SparseEncoderReference(_SentenceTransformersModel):
         """`encode` of one text, dense: [words], on the CPU."""
         options = {"convert_to_tensor": True, "convert_to_sparse_tensor": False, "show_progress_bar": False}
         return self._model.encode([item], prompt=prompt, **options)[0].cpu()
+
+
+class Sided(NamedTuple):
+    """A text as a query or a document; `own` says that the reference is to find the kind's prompt by itself."""
+
+    kind: Kind
+    text: str
+    own: bool
+
+
+class MultiVectorReference(_SentenceTransformersModel):
+    """`MultiVectorEncoder`, one text at a time."""
+
+    kind = "MultiVectorEncoder"
+
+    def limit_length(self, limit: int) -> None:
+        """Use our length limit, where one of the checkpoint's exceeds what the model can take."""
+        transformer = self._model[0]
+        for name in ("max_seq_length", "query_length", "document_length"):
+            if (getattr(transformer, name) or 0) > limit:
+                setattr(transformer, name, limit)
+
+    def tokens(self, item: Sided, prompt: str) -> list[tuple[int, int]]:
+        """(token id, segment id) of each token that is attended to or scored; segments are zeros if there are none."""
+        used = self._model.prompts.get(item.kind) if item.own else prompt
+        features = self._model.preprocess([item.text], prompt=used, task=item.kind)
+        if not any(type(module).__name__ == "MultiVectorMask" for module in self._model):
+            attended = features["attention_mask"][0].bool()
+            names = [name for name in ("input_ids", "token_type_ids") if name in features]
+            features = {name: features[name][:, attended] for name in names}
+        return _tokens(features)
+
+    def result(self, item: Sided, prompt: str) -> Tensor:
+        """`encode_query` or `encode_document` of one text: [kept tokens, dim], on the CPU."""
+        encode = {"query": self._model.encode_query, "document": self._model.encode_document}[item.kind]
+        return encode([item.text], prompt=None if item.own else prompt, show_progress_bar=False)[0].cpu()
 
 
 class CrossEncoderReference(_SentenceTransformersModel):
@@ -210,6 +311,11 @@ class CrossEncoderReference(_SentenceTransformersModel):
         )
         return torch.cat((raw.view(-1), final.view(-1))).cpu()
 
+    def scores(self, pairs: list[Any], batch_size: int) -> Tensor:
+        """`predict` of many pairs: float32 [pairs], on the CPU."""
+        options = {"convert_to_tensor": True, "show_progress_bar": False}
+        return self._model.predict(pairs, batch_size=batch_size, **options).float().cpu()
+
 
 class ClassifierReference:
     """transformers' sequence or token classifier on the source checkpoint, in one dtype, one text at a time."""
@@ -221,7 +327,7 @@ class ClassifierReference:
 
         maker = AutoModelForTokenClassification if per_token else AutoModelForSequenceClassification
         options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
-        with _quiet():
+        with quiet():
             self._model: Any = _with_attention(
                 attention,
                 lambda name: maker.from_pretrained(str(root), dtype=dtype, attn_implementation=name, **options),

@@ -8,11 +8,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from toolkit.artifact import Artifact
+from toolkit.artifact import Artifact, Manifest
+from toolkit.multivector import KINDS
 from toolkit.parity.references import (
     ClassifierReference,
     CrossEncoderReference,
+    MultiVectorReference,
     SentenceTransformersReference,
+    Sided,
     SparseEncoderReference,
     TextReference,
 )
@@ -34,7 +37,12 @@ _SENTENCES = (
     "numbers 1234567890, 3.14159, 0x7f",
     "A sentence embedding maps a text to a point, so that texts of similar meaning lie close together.",
 )
-_QUANTITIES = {"rerank": "scores", "classify": "logits", "token-classify": "token logits"}
+_QUANTITIES = {
+    "multi-vector": "token vectors",
+    "rerank": "scores",
+    "classify": "logits",
+    "token-classify": "token logits",
+}
 
 
 def in_company(run: Callable[[list[Any]], list[Tensor]], inputs: list[Any], company: str) -> list[Tensor]:
@@ -54,19 +62,19 @@ class TextChecks:
     def __init__(self, artifact: Artifact, checkpoint: Path, device: torch.device) -> None:
         manifest = artifact.manifest
         self._task = manifest.task
-        self._exact = _reference(self._task, checkpoint, torch.float64, torch.device("cpu"), "eager")
+        kind = (self._task, manifest.pipeline.normalize)
+        self._exact = _reference(*kind, checkpoint, torch.float64, torch.device("cpu"), "eager")
         # A score is one number where a vector is hundreds, and one text may be far more sensitive to rounding than all
         # others: so the reference's error is that of both its ways to compute attention.
-        ways = ("eager",) if self._task in ("embed", "sparse") else ("eager", "sdpa")
-        same = [_reference(self._task, checkpoint, artifact.dtype, device, way) for way in ways]
+        ways = ("eager",) if self._task in ("embed", "sparse", "multi-vector") else ("eager", "sdpa")
+        same = [_reference(*kind, checkpoint, artifact.dtype, device, way) for way in ways]
+        # queries and documents have limits of their own, which the reference is to find by itself
+        limit = manifest.usable_length if manifest.multi_vector is not None else manifest.tokenizer.limit
         for reference in (self._exact, *same):
-            reference.limit_length(manifest.tokenizer.limit)
-        prompt = manifest.pipeline.prompt(None, None)
-        self.texts = [(item, prompt) for item in _items(self._task, manifest.tokenizer.limit)]
-        if self._task in ("embed", "sparse", "rerank"):
-            self.texts += [(self.texts[3][0], p) for p in manifest.pipeline.prompts.values() if p]
+            reference.limit_length(limit)
+        self.texts = _texts(manifest)
         # A tokenizer without special tokens makes nothing of some texts, and the reference fails on them.
-        self.texts = [(item, p) for item, p in self.texts if any(item) or p or self._has_special_tokens()]
+        self.texts = [(item, p) for item, p in self.texts if not _empty(item) or p or self._has_special_tokens()]
         self._expected = [self._exact.result(item, p) for item, p in self.texts]
         self._error = max(
             max_abs([reference.result(item, p) for item, p in self.texts], self._expected)[0] for reference in same
@@ -74,17 +82,20 @@ class TextChecks:
         self._bound = bound(artifact.dtype, self._error, self._expected)
 
     def _has_special_tokens(self) -> bool:
-        return len(self._exact.tokens("a", "")) > 1
+        return (
+            len(self._exact.tokens(Sided("document", "a", own=False) if self._task == "multi-vector" else "a", "")) > 1
+        )
 
     def tokenizer_differences(self, runner: Runner) -> list[str]:
         """Texts for which our ids or segment ids differ, with the first difference."""
         found: list[str] = []
         for item, prompt in self.texts:
-            row = runner.rows([item], prompt, pairs="allowed")[0]
+            text, kind = (item.text, item.kind) if isinstance(item, Sided) else (item, "")
+            row = runner.rows([text], prompt, pairs="allowed", kind=kind)[0]
             ours = list(zip(row.ids.tolist(), row.segments.tolist(), strict=True))
             theirs = self._exact.tokens(item, prompt)
             if ours != theirs:
-                found.append(f"{str(item)[:40]!r}: {len(ours)} ids {ours[:6]}, expected {len(theirs)} ids {theirs[:6]}")
+                found.append(f"{_name(item)!r}: {len(ours)} ids {ours[:6]}, expected {len(theirs)} ids {theirs[:6]}")
         return found
 
     def compare(self, runner: Runner, mode: str) -> list[Cell]:
@@ -99,7 +110,9 @@ class TextChecks:
                 for k, result in zip(
                     members, in_company(run, [self.texts[k][0] for k in members], company), strict=True
                 ):
-                    ours[k] = result
+                    # other tokens were kept than the reference's: a miss, whatever the values
+                    fits = result.shape == self._expected[k].shape
+                    ours[k] = result if fits else torch.full_like(self._expected[k], torch.nan)
             error, worst = max_abs(ours, self._expected)
             cells.append(
                 Cell(
@@ -111,16 +124,20 @@ class TextChecks:
                     error=error,
                     reference_error=self._error,
                     bound=self._bound,
-                    worst=repr(str(self.texts[worst][0])[:40]),
+                    worst=repr(_name(self.texts[worst][0])),
                 )
             )
         return cells
 
 
-def _reference(task: str, checkpoint: Path, dtype: torch.dtype, device: torch.device, attention: str) -> TextReference:
+def _reference(
+    task: str, normalize: bool, checkpoint: Path, dtype: torch.dtype, device: torch.device, attention: str
+) -> TextReference:
     match task:
         case "embed":
-            return SentenceTransformersReference(checkpoint, dtype, device, attention)
+            return SentenceTransformersReference(checkpoint, dtype, device, attention, normalize)
+        case "multi-vector":
+            return MultiVectorReference(checkpoint, dtype, device, attention)
         case "sparse":
             return SparseEncoderReference(checkpoint, dtype, device, attention)
         case "rerank":
@@ -137,7 +154,7 @@ def _items(task: str, limit: int) -> Sequence[Any]:
     long = ("one two three " * limit).split()
     cut = [" ".join(long[:n]) for n in (limit - 3, limit - 2, limit - 1, limit, 3 * limit) if n > 0]
     texts = [*_SENTENCES, *cut]
-    if task in ("embed", "sparse"):
+    if task in ("embed", "sparse", "multi-vector"):
         return texts
     # more texts than for vectors, so that the largest error means as much
     draw, words = random.Random(0), " ".join(_SENTENCES).split()
@@ -150,11 +167,43 @@ def _items(task: str, limit: int) -> Sequence[Any]:
     return pairs if task == "rerank" else [*texts, *pairs]
 
 
+def _texts(manifest: Manifest) -> list[tuple[Any, str]]:
+    """Each item with the prompt that applies by default, and one with every prompt that there is."""
+    prompts = manifest.pipeline.prompts
+    every = [prompt for prompt in prompts.values() if prompt]
+    texts: list[tuple[Any, str]] = []
+    if manifest.multi_vector is not None:
+        for kind in KINDS:
+            chosen = _items(manifest.task, manifest.multi_vector.side(kind).longest)
+            texts += [(Sided(kind, text, own=True), prompts[kind]) for text in chosen]
+            texts += [(Sided(kind, chosen[3], own=False), prompt) for prompt in every]
+        return texts
+    texts = [(item, manifest.pipeline.prompt(None, None)) for item in _items(manifest.task, manifest.tokenizer.limit)]
+    return texts + [(texts[3][0], prompt) for prompt in every if manifest.task in ("embed", "sparse", "rerank")]
+
+
+def _name(item: Any) -> str:
+    """How an item is shown."""
+    return f"{item.kind} {item.text[:40]}" if isinstance(item, Sided) else str(item)[:40]
+
+
+def _empty(item: Any) -> bool:
+    """Whether there is nothing in a text or in a pair of texts."""
+    return not any(item.text if isinstance(item, Sided) else item)
+
+
 def _results(runner: Runner, items: list[Any], prompt: str) -> list[Tensor]:
     """Ours, in the form of the reference's `result`."""
     match runner.artifact.manifest.task:
         case "embed" | "sparse":
             return list(runner.embed(items, prompt=prompt))
+        case "multi-vector":
+            found: dict[int, Tensor] = {}
+            for kind in KINDS:
+                members = [k for k, item in enumerate(items) if item.kind == kind]
+                vectors = runner.multi_vectors([items[k].text for k in members], kind, prompt=prompt)
+                found.update(zip(members, vectors, strict=True))
+            return [found[k] for k in range(len(items))]
         case "rerank":
             raw, final = (runner.score(items, activation=a, prompt=prompt).view(len(items), -1) for a in (False, True))
             return list(torch.cat((raw, final), dim=1))
