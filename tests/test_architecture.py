@@ -20,6 +20,7 @@ ORDER = [
     "config",
     "weights",
     "heads",
+    "decoders",
     "recipe",
     "recipes",
     "registry",

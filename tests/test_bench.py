@@ -123,10 +123,13 @@ def test_a_peer_that_cannot_run_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
     def broken() -> Any:
         raise RuntimeError("no such kernel\nand more")
 
-    monkeypatch.setattr(suite, "_peers", lambda *args: {"unpadded": broken})
+    def silent() -> Any:
+        raise ValueError
+
+    monkeypatch.setattr(suite, "_peers", lambda *args: {"unpadded": broken, "padded": silent})
     shape = small(SUITES["encoders"][0])
     run = measure_shape(shape, texts=8, device=torch.device("cpu"), mode="eager", dtype="float32")
-    assert run.not_measured == {"unpadded": "RuntimeError: no such kernel"}
+    assert run.not_measured == {"unpadded": "RuntimeError: no such kernel", "padded": "ValueError: no message"}
     assert [m.who for m in run.measurements] == ["toolkit"]
 
 
@@ -151,3 +154,9 @@ def test_a_suite_is_one_document(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_unknown_suites_and_models_are_refused(name: str, models: list[str], message: str) -> None:
     with pytest.raises(InputError, match=message):
         run_suite(name, models, device="cpu")
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "float64"])
+def test_a_suite_in_another_dtype_is_refused(dtype: str) -> None:
+    with pytest.raises(InputError, match=f"dtype '{dtype}' is not supported"):
+        run_suite("encoders", device="cpu", dtype=dtype)

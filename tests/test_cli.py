@@ -244,6 +244,7 @@ def test_embed_options(run: Callable[..., Result], tmp_path: Path) -> None:
         (["OUT", "--dtype", "float32"], "--model and --dtype are for --suite"),
         (["--suite", "encoders", "--packed-tokens", "64"], "--source and --packed-tokens are for a converted folder"),
         (["--suite", "decoders"], "no suite named 'decoders'"),
+        (["--suite", "encoders", "--save", "nowhere/at/all.json"], "there is no folder nowhere/at"),
         (["--suite", "encoders", "--model", "GPT"], "no model 'GPT'"),
     ],
 )

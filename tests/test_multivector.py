@@ -751,6 +751,9 @@ def test_maxsim() -> None:
         maxsim(query[0], documents)
     with pytest.raises(InputError, match="similarity 'cosine' is unknown; use maxsim, meanmaxsim"):
         maxsim(query, documents, "cosine")  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="document 1 is a list, expected a tensor"):
+        maxsim(query, [documents[0], [[0.0]]])  # type: ignore[list-item]
+    assert torch.equal(maxsim(query, (x for x in documents)), maxsim(query, documents))  # type: ignore[arg-type]
 
 
 def test_the_manifest(tmp_path: Path) -> None:

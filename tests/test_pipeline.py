@@ -501,6 +501,20 @@ def test_normalising_is_for_embeddings(tmp_path: Path) -> None:
         toolkit.convert(str(folder), tmp_path / "out", "sparse", normalize=True)
 
 
+def test_a_stored_truncation_is_the_default(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
+    """E3: as the library, which saves it; a call may say otherwise."""
+    folder = checkpoint(prompts={"truncate_dim": 8})
+    assert toolkit.convert(str(folder), tmp_path / "out").parity.passed
+    runner = toolkit.load(tmp_path / "out", device="cpu", mode="eager")
+    assert_close(runner.embed(TEXTS), encode(reference(folder), TEXTS))
+    assert runner.embed(TEXTS).shape == (len(TEXTS), 8)
+    assert runner.embed(TEXTS, truncate_dim=HIDDEN).shape == (len(TEXTS), HIDDEN)
+    for bad in (0, HIDDEN + 1, "8", True):
+        edit_json(folder / "config_sentence_transformers.json", truncate_dim=bad)
+        with pytest.raises(CheckpointError, match="truncate_dim = "):
+            read(folder)
+
+
 @pytest.mark.parametrize("dim", [0, -1, HIDDEN + 1, 2**40])
 def test_truncate_dim_outside_of_the_vector(bert_artifact: Path, dim: int) -> None:
     """E3."""

@@ -112,3 +112,14 @@ def test_many_texts_are_as_each_alone(bert_artifact: Path, mode: str) -> None:
     expected = torch.cat([runner.embed([item]) for item in inputs])
     assert (runner.embed(inputs) - expected).abs().max() < 1e-5
     assert runner.embed([]).shape == (0, 40)
+
+
+def test_a_bad_prompt_is_blamed_and_not_an_input(bert_artifact: Path) -> None:
+    runner = toolkit.load(bert_artifact, device="cpu", mode="eager")
+    with pytest.raises(InputError, match="prompt: not valid Unicode"):
+        runner.embed(["a", "b"], prompt="\ud800")
+
+
+def test_a_row_that_is_longer_than_a_group_makes_its_own() -> None:
+    groups = list(group_rows([{k: row(n) for k, n in enumerate([50, 10, 9])}], 20))
+    assert [[len(r) for r in group.values()] for group in groups] == [[50], [10, 9]]

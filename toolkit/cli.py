@@ -325,6 +325,8 @@ def bench(
 
     if (out is None) == (suite is None):
         raise InputError("give either a converted folder or --suite")
+    if save is not None and not save.parent.is_dir():
+        raise InputError(f"--save: there is no folder {save.parent}")
     with _stages() as on_stage:
         if suite is not None:
             if source is not None or packed_tokens is not None:

@@ -212,6 +212,8 @@ class ConfigReader:
             raise UnsupportedError(
                 f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(known))}"
             )
+        if values.get("partial_rotary_factor") in (None, 1.0):
+            values.pop("partial_rotary_factor", None)
         unknown = sorted(set(values) - known[kind])
         if unknown:
             raise UnsupportedError(f"config.json: the rope parameter {unknown[0]!r} is not supported for type {kind!r}")
@@ -296,14 +298,17 @@ def _rope_scaling(kind: str, values: Mapping[str, Any]) -> Llama3Scaling | YarnS
     truncate = values.get("truncate", True)
     if not isinstance(truncate, bool):
         raise CheckpointError(f"config.json: the rope parameter truncate = {truncate!r}, expected true or false")
+    fast, slow = number("beta_fast", 32), number("beta_slow", 1)
+    if fast <= slow:
+        raise CheckpointError(f"config.json: beta_fast = {fast} must be above beta_slow = {slow}")
     magnitude = _yarn_magnitude(factor, 1.0)
     if values.get("mscale") and values.get("mscale_all_dim"):
         magnitude = _yarn_magnitude(factor, number("mscale")) / _yarn_magnitude(factor, number("mscale_all_dim"))
     return YarnScaling(
         factor=factor,
         original=int(original),
-        fast=number("beta_fast", 32),
-        slow=number("beta_slow", 1),
+        fast=fast,
+        slow=slow,
         truncate=truncate,
         magnitude=number("attention_factor", magnitude),
     )

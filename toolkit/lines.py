@@ -19,7 +19,7 @@ def read_lines(file: str) -> list[str]:
         InputError: it cannot be read.
     """
     try:
-        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8")
+        text = sys.stdin.read() if file == "-" else Path(file).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"cannot read {file}: {error}") from None
     # only line ends separate texts; str.splitlines would also split at form feeds and Unicode's separators

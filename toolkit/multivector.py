@@ -53,7 +53,10 @@ def maxsim(query: Tensor, documents: Sequence[Tensor], similarity: Similarity = 
     """
     if similarity not in get_args(Similarity):
         raise InputError(f"similarity {similarity!r} is unknown; use {', '.join(get_args(Similarity))}")
+    documents = list(documents)
     for name, vectors in (("query", query), *((f"document {k}", x) for k, x in enumerate(documents))):
+        if not isinstance(vectors, Tensor):
+            raise InputError(f"{name} is a {type(vectors).__name__}, expected a tensor")
         if vectors.dim() != 2 or vectors.shape[1] != query.shape[-1]:
             raise InputError(f"{name}: vectors of shape {tuple(vectors.shape)}, expected [tokens, {query.shape[-1]}]")
     if not documents:

@@ -30,6 +30,7 @@ class Pipeline:
         similarity: the checkpoint's similarity function, or None.
         normalize: whether vectors are scaled to length 1 after truncation, on top of what the checkpoint does; asked
             for at the conversion.
+        truncate_dim: how many values of a vector are kept by default, None for all.
     """
 
     max_seq_length: int | None
@@ -39,6 +40,7 @@ class Pipeline:
     include_prompt: bool
     similarity: str | None
     normalize: bool = False
+    truncate_dim: int | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, for JSON."""
@@ -112,6 +114,12 @@ def _st_config(checkpoint: Checkpoint) -> dict[str, Any]:
     return checkpoint.json(_ST_CONFIG) if checkpoint.has("modules.json") and checkpoint.has(_ST_CONFIG) else {}
 
 
+def _is_causal_lm(checkpoint: Checkpoint) -> bool:
+    """Whether sentence-transformers takes the checkpoint for a causal language model."""
+    first = checkpoint.architectures[0] if checkpoint.architectures else ""
+    return first.endswith("ForCausalLM") and bool(checkpoint.config.get("is_causal", True))
+
+
 def is_reranker(checkpoint: Checkpoint) -> bool:
     """Whether a sequence classifier is for scoring pairs: it has one label, or names a CrossEncoder's activation."""
     config = checkpoint.config
@@ -152,8 +160,11 @@ def read_pipeline(
         modules.add(PoolingStep(modes=("max",)))
         modules.add(LogStep(on="vectors", times=1))
     elif not steps:
-        warnings.append("no modules.json: mean pooling without normalisation is assumed, as sentence-transformers does")
-        modules.add(PoolingStep(modes=("mean",)))
+        mode = "lasttoken" if _is_causal_lm(checkpoint) else "mean"
+        warnings.append(
+            f"no modules.json: {mode} pooling without normalisation is assumed, as sentence-transformers does"
+        )
+        modules.add(PoolingStep(modes=(mode,)))
     if task == "sparse" and config.get("max_active_dims") is not None:
         raise UnsupportedError(f"{_ST_CONFIG}: max_active_dims = {config['max_active_dims']!r} is not supported")
     prompts = _prompts(config, task, pylate)
@@ -172,6 +183,7 @@ def read_pipeline(
         default_prompt=default,
         include_prompt=modules.include_prompt,
         similarity=similarity,
+        truncate_dim=_truncate_dim(config, modules.width) if task == "embed" else None,
     )
     if task == "sparse":
         words = next(step.outputs for step in reversed(steps) if isinstance(step, DenseStep | VocabularyStep))
@@ -190,6 +202,13 @@ def read_pipeline(
         multi_vector=read_options(options, modules.mask, similarity) if task == "multi-vector" else None,
         prefixes=pylate.prefixes,
     )
+
+
+def _truncate_dim(config: Mapping[str, Any], width: int) -> int | None:
+    value = config.get("truncate_dim")
+    if value is not None and (type(value) is not int or not 1 <= value <= width):
+        raise CheckpointError(f"{_ST_CONFIG}: truncate_dim = {value!r}, expected a whole number, 1 … {width}")
+    return value
 
 
 def _prompts(config: Mapping[str, Any], task: str, pylate: PyLate) -> dict[str, str]:

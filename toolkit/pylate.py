@@ -77,6 +77,7 @@ def read_pylate(name: str, config: Mapping[str, Any]) -> PyLate:
         if config.get("do_query_expansion") is not False:
             attend = config.get("attend_to_expansion_tokens", config.get("attend_to_mask_tokens"))
             length = lengths.get("query_length", _EXPANSION_LENGTH)
+            options.pop("query_length", None)
             options["query_expansion"] = {"strategy": "fixed", "attend": bool(attend), "length": length}
     return PyLate(options=options, prefixes=prefixes, skip_words=tuple(words) if words is not None else None)
 

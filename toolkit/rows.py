@@ -86,6 +86,10 @@ def read_rows(
     Raises:
         InputError: an input is of another kind, or not acceptable; the message names its number.
     """
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"prompt: not valid Unicode ({error.reason})") from None
     items = listed(inputs, pairs)
     found: dict[int, str | Pair] = {}
     given: dict[int, Row] = {}
@@ -122,7 +126,7 @@ def group_rows(chunks: Iterable[dict[int, Row]], most: int) -> Iterator[dict[int
 
     Args:
         chunks: rows by number.
-        most: tokens in a group; no row is longer.
+        most: tokens in a group; a row that is longer makes one of its own.
     """
     waiting: tuple[list[tuple[int, Row]], list[tuple[int, Row]]] = ([], [])
     first = True

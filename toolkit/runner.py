@@ -75,9 +75,8 @@ class Runner:
         if manifest.task == "sparse":  # each token's logits over the vocabulary are held at once
             default //= 16 if device.type == "cuda" else 2
         self.batch_tokens = max(batch_tokens or default, manifest.usable_length)
-        self._group_tokens = self.batch_tokens
-        if device.type == "cuda":
-            self._group_tokens = max(min(self.batch_tokens, _CUDA_GROUP_TOKENS), manifest.usable_length)
+        # a longer row makes a group of its own
+        self._group_tokens = min(batch_tokens or default, _CUDA_GROUP_TOKENS if device.type == "cuda" else default)
         self._compiled: dict[str, CompiledEntryPoint] = {}
         self._executor = self._build_executor()
 
@@ -95,7 +94,7 @@ class Runner:
             inputs: one input or a sequence of them. Prompts apply to texts only.
             prompt_name: a prompt of the checkpoint, put in front of every text; default: the checkpoint's.
             prompt: a text to put in front instead; the empty string switches prompts off.
-            truncate_dim: keep the first so many values of each vector.
+            truncate_dim: keep the first so many values of each vector; default: the checkpoint's, else all.
             normalize: scale to length 1 in the end; by default only if that was asked for at the conversion. A prefix
                 of a vector of length 1 is shorter than 1.
 
@@ -111,7 +110,8 @@ class Runner:
         if truncate_dim is not None and (type(truncate_dim) is not int or not 1 <= truncate_dim <= dim):
             raise InputError(f"truncate_dim = {truncate_dim!r}, expected a whole number, 1 … {dim}")
         vectors = self._vectors(self._read(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt)))
-        vectors = vectors[:, :truncate_dim].contiguous() if truncate_dim is not None else vectors
+        kept = truncate_dim if truncate_dim is not None else self.artifact.manifest.pipeline.truncate_dim
+        vectors = vectors[:, :kept].contiguous() if kept is not None else vectors
         wanted = self.artifact.manifest.pipeline.normalize if normalize is None else normalize
         return torch.nn.functional.normalize(vectors, dim=-1) if wanted else vectors
 

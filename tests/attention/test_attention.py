@@ -46,6 +46,8 @@ def test_sdpa_with_tokens_that_are_not_attended_to(lengths: list[int], reach: in
     expected = dense(q, k, v, lengths, 0.3, reach=reach, keys=keys)
     assert (out - expected).abs().max() < 1e-5
     assert keys == lengths or (out - dense(q, k, v, lengths, 0.3, reach=reach)).abs().max() > 0.01
+    out = sdpa.attend(q, k, v, offsets_of(lengths), longest(), 0.3, reach, given, True)
+    assert (out - dense(q, k, v, lengths, 0.3, reach=reach, keys=keys, causal=True)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("reach", [-1, 0, 1, 5, 62, 63, 64])

@@ -13,12 +13,13 @@ from safetensors.torch import load_file, save_file
 
 import toolkit
 from tests.tiny import edit_json, make_checkpoint
+from toolkit.artifact import Artifact
 from toolkit.errors import CheckpointError, InputError, MissingDependencyError, ParityError
 from toolkit.graphs import BucketLadder
 from toolkit.nn import head, pooling
-from toolkit.parity import TOLERANCES, Cell, ParityReport, verify_folder
+from toolkit.parity import TOLERANCES, Cell, ParityReport, harness, verify_folder
 from toolkit.parity.rule import bound, max_abs
-from toolkit.registry import all_recipes
+from toolkit.registry import all_recipes, find_recipe
 
 RECIPES = [entry.recipe for entry in all_recipes()]
 
@@ -235,3 +236,18 @@ def test_a_report_without_comparisons_does_not_pass() -> None:
         reference_error=0.0, bound=1.0, worst="",
     )  # fmt: skip
     assert not dataclasses.replace(report, cells=(cell,)).passed
+
+
+def test_long_sequences_are_left_out_and_said_so(tmp_path: Path) -> None:
+    """The reference's attention over thousands of tokens in float64 needs gigabytes a layer."""
+    heads = {"num_attention_heads": 4, "num_hidden_layers": 1}
+    folder = make_checkpoint(
+        tmp_path / "m", find_recipe("bert").recipe, overrides={"max_position_embeddings": 20_000, **heads}
+    )
+    toolkit.convert(str(folder), tmp_path / "out", verify=False)
+    spec = Artifact.open(tmp_path / "out").manifest.spec
+    assert spec.usable_length == 20_000
+    assert harness._longest(spec) == 4729
+    short = dataclasses.replace(spec, usable_length=512)
+    assert harness._longest(short) == 512
+    assert max(harness._lengths(harness._longest(spec))) == 4729

@@ -78,10 +78,11 @@ def attend(
     def mask_of(start: int, stop: int, length: int) -> Tensor | None:
         if not 0 <= reach < length - 1:
             return None
-        distances = _distances(length)
-        return (distances >= 0) & (distances <= reach) if causal else distances.abs() <= reach
+        places = torch.arange(length, dtype=torch.int32)
+        distances = places[:, None] - places[None, :]
+        near = distances <= reach
+        return near.logical_and_(distances >= (0 if causal else -reach))
 
-    assert keys_S is None or not causal, "what comes later is not attended to anyway"
     return _attend(q_TNH, k_TKH, v_TKH, cu_seqlens, scale, mask_of, keys_S, causal)
 
 

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
+from toolkit.artifact import DTYPES
 from toolkit.bench.measure import compare, difference, hardware, median_seconds
 from toolkit.bench.models import SUITES, Shape, write_checkpoint
 from toolkit.bench.report import Measurement, measurement_tables
@@ -98,6 +99,8 @@ def run_suite(
         raise InputError(f"no model {unknown[0]!r} in it; the suite has: {', '.join(shape.name for shape in shapes)}")
     where = resolve_device(device)
     chosen = ("bfloat16" if where.type == "cuda" else "float32") if dtype == "auto" else dtype
+    if chosen not in DTYPES:
+        raise InputError(f"dtype {dtype!r} is not supported; use auto, {', '.join(DTYPES)}")
     runs = [
         measure_shape(shape, texts=texts, device=where, mode=mode, dtype=chosen, on_stage=on_stage)
         for shape in shapes
@@ -138,7 +141,7 @@ def measure_shape(
                 peer = load_peer()
                 theirs = peer(items, _BATCH_SIZES[device.type][-1])
             except (RuntimeError, ValueError, ImportError, UnsupportedError) as error:
-                failed[setting] = f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"
+                failed[setting] = f"{type(error).__name__}: {(str(error).strip().splitlines() or ['no message'])[0]}"
                 on_stage(f"note: not measured ({failed[setting]})")
                 continue
             differences[setting] = difference(

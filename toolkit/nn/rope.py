@@ -55,7 +55,8 @@ def _scale_like_yarn(frequencies_R: Tensor, scaling: YarnScaling, spec: RopeSpec
     if scaling.truncate:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, spec.dims - 1)
-    ramp_R = ((torch.arange(len(frequencies_R)).float() - low) / max(high - low, 0.001)).clamp(0, 1)
+    span = high - low if high != low else 0.001
+    ramp_R = ((torch.arange(len(frequencies_R)).float() - low) / span).clamp(0, 1)
     return frequencies_R / scaling.factor * ramp_R + frequencies_R * (1 - ramp_R)
 
 

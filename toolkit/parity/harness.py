@@ -4,6 +4,7 @@ Every case runs in every mode that the device has, on each input path, alone and
 compared first, id by id, so that a difference there is not mistaken for drift.
 """
 
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from toolkit.parity.report import Cell, ParityReport
 from toolkit.parity.rule import TOLERANCES, bound, max_abs
 from toolkit.parity.texts import TextChecks, in_company
 from toolkit.runner import Runner, load
+from toolkit.spec import EncoderSpec
 from toolkit.toolchain import why_no_compiler
 from toolkit.versions import library_versions
 
@@ -97,6 +99,9 @@ def verify_folder(
     artifact = Artifact.open(folder)
     dtype = artifact.dtype
     chosen, notes = _choose_modes(modes, where)
+    longest = _longest(artifact.manifest.spec)
+    if longest < artifact.manifest.spec.usable_length:
+        notes = (*notes, f"nothing beyond {longest} tokens is compared: the reference would need too much memory")
     on_stage("loading the references")
     name = artifact.manifest.reference
     if name is None:
@@ -116,7 +121,7 @@ def verify_folder(
     states_bound = bound(dtype, states_error, every)
 
     on_stage("running the reference on the texts")
-    texts = TextChecks(artifact, checkpoint, where)
+    texts = TextChecks(artifact, checkpoint, where, longest)
 
     cells: list[Cell] = []
     different: list[str] = []
@@ -195,6 +200,13 @@ def _choose_modes(modes: Sequence[str] | None, device: torch.device) -> tuple[li
     return list(MODES), ()
 
 
+def _longest(spec: EncoderSpec) -> int:
+    """The longest sequence for which the reference's float64 attention stays within some 2 GiB for a layer."""
+    heads = max(attention.heads for attention in spec.attentions)
+    copies = 3
+    return min(spec.usable_length, math.isqrt(2**31 // (copies * heads * torch.float64.itemsize)))
+
+
 def _lengths(limit: int) -> list[int]:
     """1, 2, limit - 1, limit, and a spread between them."""
     spread = {max(1, round(limit * share)) for share in (0.02, 0.05, 0.1, 0.25, 0.6)}
@@ -206,7 +218,7 @@ def _cases(artifact: Artifact, exact: TransformersReference, path: str) -> list[
     spec, draw = artifact.manifest.spec, random.Random(path)
     noise = torch.Generator().manual_seed(draw.randrange(2**31))
     cases: list[_Case] = []
-    for length in _lengths(spec.usable_length):
+    for length in _lengths(_longest(spec)):
         ids = [draw.randrange(spec.embedding.vocab_size) for _ in range(length)]
         segments = [draw.randrange(max(spec.embedding.segments, 1)) for _ in range(length)]
         theirs = segments if spec.embedding.segments else None

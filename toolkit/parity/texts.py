@@ -59,7 +59,7 @@ def in_company(run: Callable[[list[Any]], list[Tensor]], inputs: list[Any], comp
 class TextChecks:
     """What the reference makes of the texts, exactly and in the artifact's dtype, and the comparison with ours."""
 
-    def __init__(self, artifact: Artifact, checkpoint: Path, device: torch.device) -> None:
+    def __init__(self, artifact: Artifact, checkpoint: Path, device: torch.device, longest: int) -> None:
         manifest = artifact.manifest
         self._task = manifest.task
         kind = (self._task, manifest.pipeline.normalize)
@@ -72,7 +72,7 @@ class TextChecks:
         limit = manifest.usable_length if manifest.multi_vector is not None else manifest.tokenizer.limit
         for reference in (self._exact, *same):
             reference.limit_length(limit)
-        self.texts = _texts(manifest)
+        self.texts = _texts(manifest, longest)
         # A tokenizer without special tokens makes nothing of some texts, and the reference fails on them.
         self.texts = [(item, p) for item, p in self.texts if not _empty(item) or p or self._has_special_tokens()]
         self._expected = [self._exact.result(item, p) for item, p in self.texts]
@@ -149,10 +149,11 @@ def _reference(
     raise AssertionError(f"no reference for task {task!r}")
 
 
-def _items(task: str, limit: int) -> Sequence[Any]:
-    """Texts, or for a reranker pairs of them: odd ones, and lengths around the limit."""
-    long = ("one two three " * limit).split()
-    cut = [" ".join(long[:n]) for n in (limit - 3, limit - 2, limit - 1, limit, 3 * limit) if n > 0]
+def _items(task: str, limit: int, longest: int) -> Sequence[Any]:
+    """Texts, or for a reranker pairs of them: odd ones, and such around the limit, if that is not beyond `longest`."""
+    around = (limit - 3, limit - 2, limit - 1, limit, 3 * limit) if limit <= longest else (longest // 2,)
+    long = ("one two three " * max(around)).split()
+    cut = [" ".join(long[:n]) for n in around if n > 0]
     texts = [*_SENTENCES, *cut]
     if task in ("embed", "sparse", "multi-vector"):
         return texts
@@ -167,18 +168,19 @@ def _items(task: str, limit: int) -> Sequence[Any]:
     return pairs if task == "rerank" else [*texts, *pairs]
 
 
-def _texts(manifest: Manifest) -> list[tuple[Any, str]]:
+def _texts(manifest: Manifest, longest: int) -> list[tuple[Any, str]]:
     """Each item with the prompt that applies by default, and one with every prompt that there is."""
     prompts = manifest.pipeline.prompts
     every = [prompt for prompt in prompts.values() if prompt]
     texts: list[tuple[Any, str]] = []
     if manifest.multi_vector is not None:
         for kind in KINDS:
-            chosen = _items(manifest.task, manifest.multi_vector.side(kind).longest)
+            chosen = _items(manifest.task, manifest.multi_vector.side(kind).longest, longest)
             texts += [(Sided(kind, text, own=True), prompts[kind]) for text in chosen]
             texts += [(Sided(kind, chosen[3], own=False), prompt) for prompt in every]
         return texts
-    texts = [(item, manifest.pipeline.prompt(None, None)) for item in _items(manifest.task, manifest.tokenizer.limit)]
+    items = _items(manifest.task, manifest.tokenizer.limit, longest)
+    texts = [(item, manifest.pipeline.prompt(None, None)) for item in items]
     return texts + [(texts[3][0], prompt) for prompt in every if manifest.task in ("embed", "sparse", "rerank")]
 
 

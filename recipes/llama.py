@@ -1,0 +1,67 @@
+"""Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971) as an encoder; reference: transformers' LlamaModel."""
+
+from dataclasses import replace
+
+from toolkit.decoders import decoder_spec, with_blocks
+from toolkit.recipe import ConfigReader, Recipe
+from toolkit.spec import BlockSpec, EncoderSpec
+from toolkit.weights import drop, fuse, rename
+
+LAYER = "layers.{i}."
+COMPUTED = "rotary frequencies are computed from config.json"
+
+
+def llama_spec(config: ConfigReader) -> EncoderSpec:
+    """Effective configuration; defaults are LlamaConfig's."""
+    spec = decoder_spec(config, width=11008, kv_heads=None, length=2048, words=32000)
+    bias, mlp_bias = config.boolean("attention_bias", default=False), config.boolean("mlp_bias", default=False)
+
+    def change(k: int, block: BlockSpec) -> BlockSpec:
+        attention = replace(block.attention, bias=bias, out_bias=bias)
+        return replace(block, attention=attention, mlp=replace(block.mlp, bias=mlp_bias, out_bias=mlp_bias))
+
+    return with_blocks(spec, change)
+
+
+RECIPE = Recipe(
+    model_type="llama",
+    classes=("LlamaModel",),
+    tasks=("embed",),
+    spec=llama_spec,
+    prefixes=("model.",),
+    aliases={},
+    rules=(
+        rename("embeddings.token.weight", "embed_tokens.weight"),
+        rename("blocks.{i}.attention_norm.weight", LAYER + "input_layernorm.weight"),
+        fuse("blocks.{i}.attention.qkv.{p}", *(f"{LAYER}self_attn.{name}_proj.{{p}}" for name in "qkv")),
+        rename("blocks.{i}.attention.out.{p}", LAYER + "self_attn.o_proj.{p}"),
+        rename("blocks.{i}.mlp_norm.weight", LAYER + "post_attention_layernorm.weight"),
+        fuse("blocks.{i}.mlp.up.{p}", LAYER + "mlp.gate_proj.{p}", LAYER + "mlp.up_proj.{p}"),
+        rename("blocks.{i}.mlp.down.{p}", LAYER + "mlp.down_proj.{p}"),
+        rename("final_norm.weight", "norm.weight"),
+        drop("rotary_emb.inv_freq", why=COMPUTED),
+        drop(LAYER + "self_attn.rotary_emb.inv_freq", why=COMPUTED),
+        drop("lm_head.weight", why="the language model's head does not take part in embeddings", outside=True),
+        drop("score.{p}", why="a classification head does not take part in embeddings", outside=True),
+    ),
+    # Dropout is off; pad tokens are ordinary rows of the table; the reference does not read pretraining_tp.
+    irrelevant=frozenset("attention_dropout pad_token_id pretraining_tp".split()),
+    tiny={
+        "model_type": "llama",
+        "architectures": ["LlamaModel"],
+        "vocab_size": 61,
+        "hidden_size": 40,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 12,
+        "intermediate_size": 36,
+        "max_position_embeddings": 26,
+        "rms_norm_eps": 1e-3,
+        "attention_bias": True,
+        "mlp_bias": True,
+        "rope_theta": 300.0,
+        "pad_token_id": 7,
+    },
+    note="a causal decoder as an encoder; on the CPU only",
+)

@@ -1,0 +1,83 @@
+"""What the decoders share that differ from Llama in few things, for their recipes."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from toolkit.config import LAYER_TYPES, ConfigReader
+from toolkit.errors import UnsupportedError
+from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
+
+__all__ = ["by_layer_types", "decoder_spec", "sliding", "with_blocks"]
+
+
+def decoder_spec(
+    config: ConfigReader, *, width: int, kv_heads: int | None, length: int, words: int, head_dim: int | None = None
+) -> EncoderSpec:
+    """What these decoders share. Arguments are defaults that differ; `head_dim` by default hidden size / heads."""
+    config.neutral(partial_rotary_factor=(None, 1.0))
+    hidden, heads = config.integer("hidden_size", 4096), config.integer("num_attention_heads", 32)
+    stated = config.optional_integer("head_dim")
+    size = stated or head_dim or config.head_dim(hidden, heads)
+    norm = NormSpec(eps=config.positive("rms_norm_eps", 1e-6), kind="rms", bias=False)
+    attention = AttentionSpec(
+        heads=heads,
+        kv_heads=config.kv_heads(heads, kv_heads),
+        head_dim=size,
+        scale=size**-0.5,
+        causal=config.boolean("is_causal", default=True),
+        bias=False,
+        out_bias=False,
+        rope=config.rope(size, 10_000.0, more=("llama3", "yarn")),
+    )
+    mlp = MlpSpec(
+        width=config.integer("intermediate_size", width),
+        activation=config.activation("hidden_act", "silu"),
+        bias=False,
+        out_bias=False,
+        gate="first",
+    )
+    block = BlockSpec(arrangement="pre", attention=attention, mlp=mlp, norm=norm)
+    blocks = stack(config.integer("num_hidden_layers", 32, maximum=10_000), block)
+    return EncoderSpec(
+        hidden=hidden,
+        blocks=blocks,
+        schedule=tuple(block.name for block in blocks),
+        usable_length=config.integer("max_position_embeddings", length),
+        embedding=EmbeddingSpec(vocab_size=config.integer("vocab_size", words), width=hidden, norm=None),
+        final_norm=norm,
+    )
+
+
+def with_blocks(spec: EncoderSpec, change: Callable[[int, BlockSpec], BlockSpec]) -> EncoderSpec:
+    """The same with other blocks; `change` gets each block's number too."""
+    return replace(spec, blocks=tuple(change(k, block) for k, block in enumerate(spec.blocks)))
+
+
+def sliding(attention: AttentionSpec, window: int) -> AttentionSpec:
+    """Attention to a token itself and the `window` - 1 tokens before it."""
+    if not attention.causal:
+        raise UnsupportedError("config.json: is_causal = False is not supported together with sliding_window")
+    return replace(attention, reach=window - 1)
+
+
+def by_layer_types(config: ConfigReader, spec: EncoderSpec) -> EncoderSpec:
+    """Windows in some layers: those that `layer_types` names, or all from `max_window_layers` on."""
+    stated = config.optional_integer("sliding_window")
+    default = None if "sliding_window" in config.raw else 4096  # null is no window
+    window = (stated or default) if config.boolean("use_sliding_window", default=False) else None
+    first = config.integer("max_window_layers", 28, minimum=0)
+    types = config.strings("layer_types", len(spec.blocks), LAYER_TYPES)
+    names = types or [LAYER_TYPES[window is not None and k >= first] for k in range(len(spec.blocks))]
+    if window is None:
+        if "sliding_attention" in names:
+            raise UnsupportedError(
+                "config.json: layer_types has sliding_attention, but use_sliding_window and sliding_window say "
+                "that there is no window"
+            )
+        return spec
+
+    def change(k: int, block: BlockSpec) -> BlockSpec:
+        slides = names[k] == "sliding_attention"
+        return replace(block, attention=sliding(block.attention, window)) if slides else block
+
+    return with_blocks(spec, change)
