@@ -1,11 +1,10 @@
 """EuroBERT (Boizard et al., 2025, https://arxiv.org/abs/2503.05500); reference: transformers' EuroBertModel."""
 
+from toolkit.decoders import LAYER_RULES
 from toolkit.heads import late_head, token_head, vocabulary_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
-from toolkit.weights import drop, fuse, rename
-
-LAYER = "layers.{i}."
+from toolkit.weights import drop
 
 
 def spec(config: ConfigReader) -> EncoderSpec:
@@ -57,21 +56,7 @@ RECIPE = Recipe(
     prefixes=("model.",),
     aliases={},
     rules=(
-        rename("embeddings.token.weight", "embed_tokens.weight"),
-        rename("blocks.{i}.attention_norm.weight", LAYER + "input_layernorm.weight"),
-        fuse(
-            "blocks.{i}.attention.qkv.{p}",
-            LAYER + "self_attn.q_proj.{p}",
-            LAYER + "self_attn.k_proj.{p}",
-            LAYER + "self_attn.v_proj.{p}",
-        ),
-        rename("blocks.{i}.attention.out.{p}", LAYER + "self_attn.o_proj.{p}"),
-        rename("blocks.{i}.mlp_norm.weight", LAYER + "post_attention_layernorm.weight"),
-        fuse("blocks.{i}.mlp.up.{p}", LAYER + "mlp.gate_proj.{p}", LAYER + "mlp.up_proj.{p}"),
-        rename("blocks.{i}.mlp.down.{p}", LAYER + "mlp.down_proj.{p}"),
-        rename("final_norm.weight", "norm.weight"),
-        drop("rotary_emb.inv_freq", why="rotary frequencies are computed from config.json"),
-        drop(LAYER + "self_attn.rotary_emb.inv_freq", why="rotary frequencies are computed from config.json"),
+        *LAYER_RULES,
         drop("lm_head.{p}", why="the masked language model's head does not take part in embeddings", outside=True),
         drop("dense.{p}", why="a classification head does not take part in embeddings", outside=True),
         drop("classifier.{p}", why="a classification head does not take part in embeddings", outside=True),

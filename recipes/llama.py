@@ -2,13 +2,10 @@
 
 from dataclasses import replace
 
-from toolkit.decoders import decoder_spec, with_blocks
+from toolkit.decoders import LAYER_RULES, decoder_spec, with_blocks
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EncoderSpec
-from toolkit.weights import drop, fuse, rename
-
-LAYER = "layers.{i}."
-COMPUTED = "rotary frequencies are computed from config.json"
+from toolkit.weights import drop
 
 
 def llama_spec(config: ConfigReader) -> EncoderSpec:
@@ -31,16 +28,7 @@ RECIPE = Recipe(
     prefixes=("model.",),
     aliases={},
     rules=(
-        rename("embeddings.token.weight", "embed_tokens.weight"),
-        rename("blocks.{i}.attention_norm.weight", LAYER + "input_layernorm.weight"),
-        fuse("blocks.{i}.attention.qkv.{p}", *(f"{LAYER}self_attn.{name}_proj.{{p}}" for name in "qkv")),
-        rename("blocks.{i}.attention.out.{p}", LAYER + "self_attn.o_proj.{p}"),
-        rename("blocks.{i}.mlp_norm.weight", LAYER + "post_attention_layernorm.weight"),
-        fuse("blocks.{i}.mlp.up.{p}", LAYER + "mlp.gate_proj.{p}", LAYER + "mlp.up_proj.{p}"),
-        rename("blocks.{i}.mlp.down.{p}", LAYER + "mlp.down_proj.{p}"),
-        rename("final_norm.weight", "norm.weight"),
-        drop("rotary_emb.inv_freq", why=COMPUTED),
-        drop(LAYER + "self_attn.rotary_emb.inv_freq", why=COMPUTED),
+        *LAYER_RULES,
         drop("lm_head.weight", why="the language model's head does not take part in embeddings", outside=True),
         drop("score.{p}", why="a classification head does not take part in embeddings", outside=True),
     ),

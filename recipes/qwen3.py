@@ -5,12 +5,11 @@ Reference: transformers' Qwen3Model.
 
 from dataclasses import replace
 
-from toolkit.decoders import by_layer_types, decoder_spec, with_blocks
+from toolkit.decoders import LAYER, by_layer_types, decoder_spec, with_blocks
 from toolkit.recipe import ConfigReader
 from toolkit.spec import BlockSpec, EncoderSpec
 from toolkit.weights import rename
 
-from .llama import LAYER
 from .llama import RECIPE as LLAMA
 
 

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 
 import toolkit
 from tests.test_sparse import make_mlm
-from tests.tiny import edit_json, make_checkpoint, write_json
+from tests.tiny import add_layer_mix, make_checkpoint
 from toolkit.errors import UnsupportedError
 from toolkit.registry import find_recipe
 
@@ -101,16 +101,7 @@ def test_a_head_on_tokens_counts(tmp_path: Path) -> None:
 def test_a_mean_over_layers_is_not_taken_for_a_value(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     """It sums in float32: large weights are no large states."""
     folder = checkpoint()
-    edit_json(folder / "config.json", output_hidden_states=True)
-    kinds = [("", "Transformer"), ("1_Mix", "WeightedLayerPooling"), ("1_Pooling", "Pooling")]
-    modules = [
-        {"idx": k, "name": str(k), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for k, (path, kind) in enumerate(kinds)
-    ]
-    write_json(folder / "modules.json", modules)
-    options = {"word_embedding_dimension": 40, "num_hidden_layers": 3, "layer_start": 1}
-    write_json(folder / "1_Mix" / "config.json", options)
-    save_file({"layer_weights": torch.tensor([3e4, 2e4, 1e4])}, folder / "1_Mix" / "model.safetensors")
+    add_layer_mix(folder, [3e4, 2e4, 1e4])
     report = toolkit.convert(str(folder), tmp_path / "out", dtype="float16", verify=False)
     assert not [w for w in report.manifest.warnings if "float16" in w]
 

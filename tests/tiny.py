@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
@@ -170,3 +171,17 @@ def edit_json(file: Path, **changes: Any) -> None:
         else:
             data[key] = value
     write_json(file, data)
+
+
+def add_layer_mix(folder: Path, weights: list[float]) -> None:
+    """Put a WeightedLayerPooling that starts at depth 1 between the model and the pooling of a checkpoint."""
+    kinds = [("", "Transformer"), ("1_Mix", "WeightedLayerPooling"), ("1_Pooling", "Pooling")]
+    modules = [
+        {"idx": k, "name": str(k), "path": path, "type": f"sentence_transformers.models.{kind}"}
+        for k, (path, kind) in enumerate(kinds)
+    ]
+    write_json(folder / "modules.json", modules)
+    options = {"word_embedding_dimension": 40, "num_hidden_layers": len(weights), "layer_start": 1}
+    write_json(folder / "1_Mix" / "config.json", options)
+    save_file({"layer_weights": torch.tensor(weights)}, folder / "1_Mix" / "model.safetensors")
+    edit_json(folder / "config.json", output_hidden_states=True)

@@ -6,8 +6,26 @@ from dataclasses import replace
 from toolkit.config import LAYER_TYPES, ConfigReader
 from toolkit.errors import UnsupportedError
 from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
+from toolkit.weights import drop, fuse, rename
 
-__all__ = ["by_layer_types", "decoder_spec", "sliding", "with_blocks"]
+__all__ = ["LAYER", "LAYER_RULES", "by_layer_types", "decoder_spec", "sliding", "with_blocks"]
+
+LAYER = "layers.{i}."
+_COMPUTED = "rotary frequencies are computed from config.json"
+
+# The tensors of the model without a head, under Llama's names.
+LAYER_RULES = (
+    rename("embeddings.token.weight", "embed_tokens.weight"),
+    rename("blocks.{i}.attention_norm.weight", LAYER + "input_layernorm.weight"),
+    fuse("blocks.{i}.attention.qkv.{p}", *(f"{LAYER}self_attn.{name}_proj.{{p}}" for name in "qkv")),
+    rename("blocks.{i}.attention.out.{p}", LAYER + "self_attn.o_proj.{p}"),
+    rename("blocks.{i}.mlp_norm.weight", LAYER + "post_attention_layernorm.weight"),
+    fuse("blocks.{i}.mlp.up.{p}", LAYER + "mlp.gate_proj.{p}", LAYER + "mlp.up_proj.{p}"),
+    rename("blocks.{i}.mlp.down.{p}", LAYER + "mlp.down_proj.{p}"),
+    rename("final_norm.weight", "norm.weight"),
+    drop("rotary_emb.inv_freq", why=_COMPUTED),
+    drop(LAYER + "self_attn.rotary_emb.inv_freq", why=_COMPUTED),
+)
 
 
 def decoder_spec(

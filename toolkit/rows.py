@@ -6,7 +6,7 @@ from typing import Any, Literal, TypeGuard
 
 from toolkit.errors import InputError
 from toolkit.inputs import Limits, MixedPrompt, PromptEmbeds, Row, RowInput, TokenIds, check_row
-from toolkit.tokenizer import Pair, TextEncoder
+from toolkit.tokenizer import Pair, TextEncoder, check_unicode
 
 __all__ = ["Input", "Pairs", "Rows", "group_rows", "listed", "read_rows"]
 
@@ -86,10 +86,7 @@ def read_rows(
     Raises:
         InputError: an input is of another kind, or not acceptable; the message names its number.
     """
-    try:
-        prompt.encode()
-    except UnicodeEncodeError as error:
-        raise InputError(f"prompt: not valid Unicode ({error.reason})") from None
+    check_unicode("prompt", prompt)
     items = listed(inputs, pairs)
     found: dict[int, str | Pair] = {}
     given: dict[int, Row] = {}

@@ -147,6 +147,19 @@ class Place(NamedTuple):
     special: bool
 
 
+def check_unicode(where: str, text: str | Pair) -> None:
+    """Check that a text, or each text of a pair, is valid Unicode.
+
+    Raises:
+        InputError: it is not; `where` is how the message calls it.
+    """
+    try:
+        for part in (text,) if isinstance(text, str) else text:
+            part.encode()
+    except UnicodeEncodeError as error:
+        raise InputError(f"{where}: not valid Unicode ({error.reason})") from None
+
+
 class TextEncoder:
     """Texts to rows of token ids, with the artifact's tokenizer.
 
@@ -174,11 +187,7 @@ class TextEncoder:
                 length that the model has no room for.
         """
         for number, text in texts.items():
-            try:
-                for part in (text,) if isinstance(text, str) else text:
-                    part.encode()
-            except UnicodeEncodeError as error:
-                raise InputError(f"input {number}: not valid Unicode ({error.reason})") from None
+            check_unicode(f"input {number}", text)
         encodings = self._tokenizer.encode_batch_fast(list(texts.values()))
         return dict(zip(texts, self._rows(list(texts), encodings), strict=True))
 
@@ -200,10 +209,7 @@ class TextEncoder:
 
         Those of the prompt alone, less a special token at their end.
         """
-        try:
-            prompt.encode()
-        except UnicodeEncodeError as error:
-            raise InputError(f"prompt: not valid Unicode ({error.reason})") from None
+        check_unicode("prompt", prompt)
         ids = self._tokenizer.encode(prompt).ids if prompt else []
         return len(ids) - (bool(ids) and ids[-1] in self._spec.special_ids)
 

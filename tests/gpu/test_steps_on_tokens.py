@@ -5,11 +5,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForMaskedLM
 
 import toolkit
-from tests.tiny import edit_json, heat, make_tokenizer, write_json
+from tests.tiny import add_layer_mix, heat, make_tokenizer, write_json
 from toolkit.registry import find_recipe
 
 TEXTS = ["the quick fox", "query doc text one two three", "a", "jumps over the lazy dog"]
@@ -48,14 +47,5 @@ def test_sparse_embeddings(how: str, tmp_path: Path) -> None:
 
 def test_a_mean_over_layers(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
     folder = checkpoint()
-    kinds = [("", "Transformer"), ("1_Mix", "WeightedLayerPooling"), ("1_Pooling", "Pooling")]
-    modules = [
-        {"idx": k, "name": str(k), "path": path, "type": f"sentence_transformers.models.{kind}"}
-        for k, (path, kind) in enumerate(kinds)
-    ]
-    write_json(folder / "modules.json", modules)
-    options = {"word_embedding_dimension": 40, "num_hidden_layers": 3, "layer_start": 1}
-    write_json(folder / "1_Mix" / "config.json", options)
-    save_file({"layer_weights": torch.tensor([0.5, 2.0, 0.1])}, folder / "1_Mix" / "model.safetensors")
-    edit_json(folder / "config.json", output_hidden_states=True)
+    add_layer_mix(folder, [0.5, 2.0, 0.1])
     compare(folder, tmp_path / "out", "embed")

@@ -55,9 +55,9 @@ def _attend(
     return o_TNH
 
 
-def _distances(length: int) -> Tensor:
-    """Query minus key: [L, L]."""
-    places = torch.arange(length)
+def _distances(length: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Query minus key: [L, L], to be used as an index unless `dtype` says otherwise."""
+    places = torch.arange(length, dtype=dtype)
     return places[:, None] - places[None, :]
 
 
@@ -78,8 +78,7 @@ def attend(
     def mask_of(start: int, stop: int, length: int) -> Tensor | None:
         if not 0 <= reach < length - 1:
             return None
-        places = torch.arange(length, dtype=torch.int32)
-        distances = places[:, None] - places[None, :]
+        distances = _distances(length, torch.int32)
         near = distances <= reach
         return near.logical_and_(distances >= (0 if causal else -reach))
 

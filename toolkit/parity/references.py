@@ -179,15 +179,7 @@ class _SentenceTransformersModel:
 
     kind: str
 
-    def __init__(
-        self,
-        root: Path,
-        dtype: torch.dtype,
-        device: torch.device,
-        attention: str = "eager",
-        normalize: bool = False,
-    ) -> None:
-        self._normalize = normalize
+    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device, attention: str = "eager") -> None:
         _need_sentence_transformers()
         import sentence_transformers
 
@@ -225,9 +217,21 @@ class _SentenceTransformersModel:
 
 
 class SentenceTransformersReference(_SentenceTransformersModel):
-    """`SentenceTransformer`, one text at a time."""
+    """`SentenceTransformer`, one text at a time; `normalize` scales its vectors to length 1 in the end."""
 
     kind = "SentenceTransformer"
+
+    def __init__(
+        self,
+        root: Path,
+        dtype: torch.dtype,
+        device: torch.device,
+        attention: str = "eager",
+        *,
+        normalize: bool = False,
+    ) -> None:
+        super().__init__(root, dtype, device, attention)
+        self._normalize = normalize
 
     def result(self, item: str, prompt: str) -> Tensor:
         """`encode` of one text: [dim], on the CPU."""

@@ -135,7 +135,7 @@ def _reference(
 ) -> TextReference:
     match task:
         case "embed":
-            return SentenceTransformersReference(checkpoint, dtype, device, attention, normalize)
+            return SentenceTransformersReference(checkpoint, dtype, device, attention, normalize=normalize)
         case "multi-vector":
             return MultiVectorReference(checkpoint, dtype, device, attention)
         case "sparse":
