@@ -2,6 +2,7 @@ import copy
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from toolkit.nn.embeddings import Embeddings
@@ -11,6 +12,7 @@ from toolkit.nn.linear import (
     PackedLinear,
     apply_activation,
     can_pack,
+    gelu_by_series,
     pack_linears,
 )
 from toolkit.spec import Activation, EmbeddingSpec, NormSpec
@@ -94,3 +96,29 @@ def test_pack_linears_reaches_every_layer_and_keeps_the_function() -> None:
 def test_packing_is_for_float32_on_the_cpu_only() -> None:
     assert not can_pack(CPU, torch.bfloat16)
     assert not can_pack(torch.device("cuda"), torch.float32)
+
+
+def test_gelu_by_series_is_as_exact_as_torch_s_own() -> None:
+    x = torch.cat((torch.linspace(-12, 12, 200_001), torch.tensor([0.0, -0.0, 1e30, -1e30])))
+    exact = F.gelu(x.double())
+    ours, torchs = (gelu_by_series(x).double() - exact).abs(), (F.gelu(x).double() - exact).abs()
+    assert ours.max() <= max(torchs.max().item(), 4e-7)
+    tail = (x > -4) & (x < -1)  # where 1 + erf cancels
+    assert (ours[tail] / exact[tail].abs()).max() < 2e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_compiled_gelu_rounds_once_and_avoids_erf_in_16_bits(dtype: torch.dtype) -> None:
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, example: object) -> torch.fx.GraphModule:
+        graphs.append(graph)
+        return graph
+
+    x = torch.linspace(-6, 6, 10_001).to(dtype)
+    compiled = torch.compile(lambda x: apply_activation(x, "gelu"), backend=backend, fullgraph=True)(x)
+    if dtype == torch.float32:
+        assert torch.equal(compiled, F.gelu(x))
+    assert torch.allclose(compiled.double(), F.gelu(x.double()), rtol=max(torch.finfo(dtype).eps, 1e-4), atol=5e-7)
+    erf_free = "gelu" not in graphs[0].code
+    assert erf_free is (dtype != torch.float32)

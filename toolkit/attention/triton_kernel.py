@@ -51,11 +51,11 @@ def _attend_kernel(
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    # One program for a block of queries of one head of one sequence.
+    # One program for a block of queries of one head of one sequence; neighbours read the same tokens' heads.
     program = tl.program_id(0)
-    block = program % blocks
-    head = (program // blocks) % heads
-    sequence = program // (blocks * heads)
+    head = program % heads
+    block = (program // heads) % blocks
+    sequence = program // (heads * blocks)
     begin = tl.load(cu_seqlens + sequence)
     length = tl.load(cu_seqlens + sequence + 1) - begin
     if block * ROWS >= length:
@@ -156,8 +156,9 @@ def launch(
     sequences = cu_seqlens.shape[0] - 1
     if sequences == 0 or tokens == 0:
         return out_TNH
-    # Measured on an H200: with head size 64 and texts of 8 to 256 tokens, 219 µs where FlashAttention 2 takes 372.
-    rows, columns, warps = (32, 32, 4) if q_TNH.dtype == torch.float32 or longest <= 32 else (64, 64, 4)
+    # Measured on an H200 (head sizes 32 and 64, texts of 8 to 256 and to 512 tokens): tiles of 64 queries by 32 keys
+    # take four fifths of the time of 64 by 64, and less than half of that of tiles of 128 queries.
+    rows, columns, warps = (32, 32, 4) if q_TNH.dtype == torch.float32 or longest <= 32 else (64, 32, 4)
     blocks = triton.cdiv(max(longest, 1), rows)
     table = bias_NR if bias_NR is not None else bucket_of_R
     content = content_q_TNB if content_q_TNB is not None else content_k_TNB

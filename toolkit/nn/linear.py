@@ -11,14 +11,24 @@ from torch import Tensor, nn
 
 from toolkit.spec import Activation
 
-__all__ = ["ActivatedLinear", "FusedLinear", "PackedLinear", "apply_activation", "can_pack", "pack_linears"]
+__all__ = [
+    "ActivatedLinear",
+    "FusedLinear",
+    "PackedLinear",
+    "apply_activation",
+    "can_pack",
+    "gelu_by_series",
+    "pack_linears",
+]
 
 
 def apply_activation(x: Tensor, activation: Activation) -> Tensor:
     """Apply an activation by name; `gelu` is the exact form, `gelu_tanh` the tanh approximation."""
     match activation:
         case "gelu":
-            return F.gelu(x)
+            # Eager mode would run the formula's every step as a kernel of its own.
+            half = x.dtype in (torch.bfloat16, torch.float16)
+            return gelu_by_series(x) if half and torch.compiler.is_compiling() else F.gelu(x)
         case "gelu_tanh":
             return F.gelu(x, approximate="tanh")
         case "identity":
@@ -31,6 +41,18 @@ def apply_activation(x: Tensor, activation: Activation) -> Tensor:
             return F.silu(x)
         case "tanh":
             return torch.tanh(x)
+
+
+def gelu_by_series(x: Tensor) -> Tensor:
+    """Exact gelu, x × Φ(x), in float32 by formula 7.1.26 of Abramowitz and Stegun for erfc; of `x`'s dtype.
+
+    Off by at most 4e-7, no more than `F.gelu` in float32. erf is what bounds gelu's speed on a GPU: this form needs a
+    third of its operations, which leaves the time to memory.
+    """
+    y, distance = x.float(), x.float().abs()
+    t = 1 / (1 + (0.3275911 * 0.5**0.5) * distance)
+    tail = t * (0.254829592 + t * (-0.284496736 + t * (1.421413741 + t * (-1.453152027 + t * 1.061405429))))
+    return (y.relu() - distance * (0.5 * tail * torch.exp(-0.5 * y * y))).to(x.dtype)
 
 
 class FusedLinear(nn.Linear):
