@@ -107,7 +107,7 @@ def test_results_own_their_memory() -> None:
     pair = make_pair(model)
     batches = [make_batch(model, [4, 7], embeds=k % 2 == 1, seed=k) for k in range(6)]
     results = [pair.run(batch) for batch in batches]
-    vectors = [pair.vectors(batch) for batch in batches]
+    vectors = [pair.part(batch, "vectors") for batch in batches]
     for batch, result, vector in zip(batches, results, vectors, strict=True):
         assert_equal(result, eager(model, batch))
         assert torch.equal(vector, result.vectors)
@@ -129,7 +129,8 @@ def test_a_moved_buffer_is_refused() -> None:
     batch = make_batch(model, [4], embeds=False)
     pair.run(batch)
     (graph,) = pair._graphs["ids"].values()
-    graph.inputs.ids = graph.inputs.ids.clone()
+    buffers = graph.inputs._tensors
+    buffers["ids"] = buffers["ids"].clone()
     with pytest.raises(GraphError, match="moved"):
         pair.run(batch)
 

@@ -5,6 +5,7 @@ Shape suffixes: T tokens, S sequences, W width of the seam.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import numpy as np
 import torch
@@ -12,30 +13,42 @@ from torch import Tensor
 
 from toolkit.inputs import Row
 
-__all__ = ["EmbedsBatch", "PackedBatch", "pack", "pack_embeds"]
+__all__ = ["EMBEDS_ARGS", "IS_EMBED", "Batch", "EmbedsBatch", "Field", "PackedBatch", "joined", "pack", "pack_embeds"]
+
+
+@dataclass(frozen=True)
+class Field:
+    """An integer or boolean tensor of a batch, as a static input of a captured graph.
+
+    `per` says what it has one value for ("offset": for each sequence, and one more); `tail` is what stands behind the
+    batch's own values in a larger bucket, None for the number of tokens.
+    """
+
+    name: str
+    per: Literal["token", "sequence", "offset"]
+    tail: int | None = 0
+    dtype: torch.dtype = torch.int32
 
 
 @dataclass(frozen=True, kw_only=True)
-class PackedBatch:
-    """A batch of token ids.
+class Batch:
+    """What every batch has. `FIELDS` are its static inputs, `ARGS` the order in which `args` gives its tensors.
 
     Attributes:
         ids: int32 [T].
-        positions: int32 [T], restarting at the model's first position in every sequence.
-        segments: int32 [T].
+        positions: int32 [T], what the model takes for each token's position.
         cu_seqlens: int32 [S + 1], where each sequence starts and, last, where the batch ends.
         max_len: int32 [1], always on the CPU: an upper bound of the sequence lengths.
-        skip: int32 [S], how many tokens at the start of each sequence pooling may leave out.
-        keys: int32 [S], how many tokens at the start of each sequence are attended to.
     """
+
+    PATH: ClassVar[Literal["ids", "embeds"]] = "ids"
+    FIELDS: ClassVar[tuple[Field, ...]]
+    ARGS: ClassVar[tuple[str, ...]]
 
     ids: Tensor
     positions: Tensor
-    segments: Tensor
     cu_seqlens: Tensor
     max_len: Tensor
-    skip: Tensor
-    keys: Tensor
 
     @property
     def tokens(self) -> int:
@@ -48,19 +61,50 @@ class PackedBatch:
         return self.cu_seqlens.shape[0] - 1
 
     def args(self) -> tuple[Tensor, ...]:
-        """All tensors: those of the encoder's ids entry point, then `skip` and `keys`."""
-        return *self.encoder_args(), self.skip, self.keys
+        """All tensors, in the order of `ARGS`."""
+        return tuple(getattr(self, name) for name in self.ARGS)
 
-    def encoder_args(self) -> tuple[Tensor, ...]:
-        """The tensors, in the order of the arguments of the encoder's entry point."""
-        return self.ids, self.positions, self.segments, self.cu_seqlens, self.max_len
-
-    def to(self, device: torch.device) -> "PackedBatch":
+    def to(self, device: torch.device) -> Self:
         """Move all tensors but `max_len`, which stays on the CPU."""
         if device == self.ids.device:
             return self
-        names = ("ids", "positions", "segments", "cu_seqlens", "skip", "keys")
+        names = [name for name in self.ARGS if name != "max_len"]
         return replace(self, **{name: getattr(self, name).to(device, non_blocking=True) for name in names})
+
+
+# What an embeds batch adds to its kind. `embeds` is [T, W] in the weights' dtype, on the model's device, and no Field:
+# rows that are not selected may hold anything.
+IS_EMBED = Field("is_embed", "token", 0, torch.bool)
+EMBEDS_ARGS = ("embeds", "is_embed")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PackedBatch(Batch):
+    """A batch of token ids. Positions restart at the model's first one in every sequence.
+
+    Attributes:
+        segments: int32 [T].
+        skip: int32 [S], how many tokens at the start of each sequence pooling may leave out.
+        keys: int32 [S], how many tokens at the start of each sequence are attended to.
+    """
+
+    FIELDS = (
+        Field("ids", "token"),
+        Field("positions", "token"),
+        Field("segments", "token"),
+        Field("cu_seqlens", "offset", None),
+        Field("skip", "sequence"),
+        Field("keys", "sequence"),
+    )
+    ARGS = ("ids", "positions", "segments", "cu_seqlens", "max_len", "skip", "keys")
+
+    segments: Tensor
+    skip: Tensor
+    keys: Tensor
+
+    def encoder_args(self) -> tuple[Tensor, ...]:
+        """The tensors, in the order of the arguments of the encoder's entry point."""
+        return tuple(getattr(self, name) for name in self.ARGS if name not in ("skip", "keys"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,21 +116,12 @@ class EmbedsBatch(PackedBatch):
         is_embed: bool [T], which rows of `embeds` take the place of the token table's.
     """
 
+    PATH = "embeds"
+    FIELDS = (*PackedBatch.FIELDS, IS_EMBED)
+    ARGS = (*PackedBatch.ARGS, *EMBEDS_ARGS)
+
     embeds: Tensor
     is_embed: Tensor
-
-    def args(self) -> tuple[Tensor, ...]:
-        """All tensors: those of a PackedBatch, then the embeddings and their selector."""
-        return *PackedBatch.encoder_args(self), self.skip, self.keys, self.embeds, self.is_embed
-
-    def encoder_args(self) -> tuple[Tensor, ...]:
-        """The tensors, in the order of the arguments of the encoder's entry point."""
-        return *super().encoder_args(), self.embeds, self.is_embed
-
-    def to(self, device: torch.device) -> "EmbedsBatch":
-        """Move all tensors but `max_len`."""
-        moved = super().to(device)
-        return replace(moved, embeds=self.embeds.to(device), is_embed=self.is_embed.to(device))  # type: ignore[return-value]
 
 
 def pack(rows: Sequence[Row], position_start: int, position_pad: int | None = None) -> PackedBatch:
@@ -109,17 +144,17 @@ def pack(rows: Sequence[Row], position_start: int, position_pad: int | None = No
                 place = positions[begin : begin + len(row)]
                 place[:] = np.where(counted, np.cumsum(counted), 0) + position_start - 1
     return PackedBatch(
-        ids=_joined([row.ids for row in rows]),
-        positions=_joined([positions]),
-        segments=_joined([row.segments for row in rows]),
-        cu_seqlens=_joined([cu_seqlens]),
+        ids=joined([row.ids for row in rows]),
+        positions=joined([positions]),
+        segments=joined([row.segments for row in rows]),
+        cu_seqlens=joined([cu_seqlens]),
         max_len=torch.tensor([lengths.max(initial=0)], dtype=torch.int32),
         skip=torch.tensor([row.skip for row in rows], dtype=torch.int32),
         keys=torch.tensor([len(row) - row.unattended for row in rows], dtype=torch.int32),
     )
 
 
-def _joined(arrays: Sequence[np.ndarray]) -> Tensor:
+def joined(arrays: Sequence[np.ndarray]) -> Tensor:
     """Concatenate into an int32 tensor of stride 1; torch.from_numpy gives empty arrays a stride of 0."""
     joined = torch.empty(sum(map(len, arrays)), dtype=torch.int32)
     if arrays:

@@ -2,16 +2,18 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Generic, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
-from toolkit.batch import EmbedsBatch, PackedBatch
-from toolkit.graphs import GraphStats, on_device
-from toolkit.nn.head import Output
+from toolkit.batch import Batch
+from toolkit.graphs import AnyOutput, GraphStats, on_device
 
 __all__ = ["Direct", "Executor", "RunnerStats"]
+
+Out = TypeVar("Out", bound=AnyOutput)
+Out_co = TypeVar("Out_co", bound=AnyOutput, covariant=True)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,30 +40,25 @@ class RunnerStats:
     bytes: dict[str, int]
 
 
-class Executor(Protocol):
+class Executor(Protocol[Out_co]):
     stats: GraphStats
 
-    def run(self, batch: PackedBatch) -> Output: ...
+    def run(self, batch: Batch) -> Out_co: ...
 
-    def vectors(self, batch: PackedBatch) -> Tensor: ...
+    def part(self, batch: Batch, name: str) -> Tensor: ...
 
 
-class Direct:
+class Direct(Generic[Out]):
     """Runs the entry points without graphs: mode eager and mode compile."""
 
-    def __init__(
-        self,
-        run_ids: Callable[..., Output],
-        run_embeds: Callable[..., Output],
-        device: torch.device,
-    ):
+    def __init__(self, run_ids: Callable[..., Out], run_embeds: Callable[..., Out], device: torch.device):
         self.stats = GraphStats()
-        self._run_ids, self._run_embeds, self._device = run_ids, run_embeds, device
+        self._runs = {"ids": run_ids, "embeds": run_embeds}
+        self._device = device
 
-    def run(self, batch: PackedBatch) -> Output:
-        run = self._run_embeds if isinstance(batch, EmbedsBatch) else self._run_ids
+    def run(self, batch: Batch) -> Out:
         with torch.inference_mode(), on_device(self._device):
-            return run(*batch.to(self._device).args())
+            return self._runs[batch.PATH](*batch.to(self._device).args())
 
-    def vectors(self, batch: PackedBatch) -> Tensor:
-        return self.run(batch).vectors
+    def part(self, batch: Batch, name: str) -> Tensor:
+        return getattr(self.run(batch), name)

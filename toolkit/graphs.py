@@ -14,22 +14,47 @@ import functools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Generic, Protocol, Self, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.batch import EmbedsBatch, PackedBatch
+from toolkit.batch import Batch, EmbedsBatch, Field, PackedBatch
 from toolkit.errors import GraphError
-from toolkit.nn.head import Output
 
-__all__ = ["Bucket", "BucketLadder", "GraphPair", "GraphStats", "on_device"]
+__all__ = ["AnyOutput", "Bucket", "BucketLadder", "GraphPair", "GraphStats", "Ladder", "on_device"]
 
 # The start of a capture synchronises the device, which another thread's capture would not survive.
 _one_capture = threading.Lock()
 
 
-Entry = Callable[..., Output]
+class AnyOutput(Protocol):
+    """What an entry point returns: a named tuple of tensors."""
+
+    def cut(self, tokens: int, sequences: int) -> Self:
+        """Views of what belongs to the first so many tokens and sequences."""
+        ...
+
+    def __iter__(self) -> Iterator[Tensor]: ...
+
+
+Out = TypeVar("Out", bound=AnyOutput)
+
+
+class Ladder(Protocol):
+    """The buckets there can be; see `BucketLadder`."""
+
+    def find(self, tokens: int, sequences: int, max_len: int) -> "Bucket | None":
+        """Return the smallest bucket that holds such a batch, or None."""
+        ...
+
+    def default(self) -> "list[Bucket]":
+        """The buckets to capture ahead of use, largest first."""
+        ...
+
+
+Entry = Callable[..., Any]
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager[object]:
@@ -115,76 +140,53 @@ class GraphStats:
 
 
 class _Inputs:
-    """The persistent input buffers of one bucket.
+    """The persistent input buffers of one bucket, for batches of one kind.
 
     The small ones share one block of bytes with a mirror on the host: a single copy writes them all, tail
     included, at every replay.
     """
 
-    def __init__(self, bucket: Bucket, device: torch.device) -> None:
-        per_sequence = [4 * (bucket.sequences + 1), 4 * bucket.sequences, 4 * bucket.sequences]
-        sizes = [4 * bucket.tokens] * 3 + per_sequence + [bucket.tokens]
+    def __init__(self, kind: type[Batch], bucket: Bucket, device: torch.device, embeds: tuple[int, torch.dtype]):
+        self._kind = kind
+        counts = {"token": bucket.tokens, "sequence": bucket.sequences, "offset": bucket.sequences + 1}
+        sizes = [counts[field.per] * field.dtype.itemsize for field in kind.FIELDS]
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
         self._block = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if on_gpu else None
-        *integers, selector = self._block.split(sizes)
-        views = [part.view(torch.int32) for part in integers]
-        self.ids, self.positions, self.segments, self.cu_seqlens, self.skip, self.keys = views
-        self.is_embed = selector.view(torch.bool)
-        self.max_len = torch.tensor([bucket.max_len], dtype=torch.int32)
-        *integers, selector = self._host.split(sizes)
-        self._per_token = [part.view(torch.int32).numpy() for part in integers[:3]]
-        self._offsets, self._skip, self._keys = (part.view(torch.int32).numpy() for part in integers[3:])
-        self._selector = selector.view(torch.bool).numpy()
+        self._mirrors: list[tuple[Field, np.ndarray]] = []
+        self._tensors = {"max_len": torch.tensor([bucket.max_len], dtype=torch.int32)}
+        for field, mine, mirror in zip(kind.FIELDS, self._block.split(sizes), self._host.split(sizes), strict=True):
+            self._tensors[field.name] = mine.view(field.dtype)
+            self._mirrors.append((field, mirror.view(field.dtype).numpy()))
+        if kind.PATH == "embeds":
+            width, dtype = embeds
+            self._tensors["embeds"] = torch.zeros(bucket.tokens, width, dtype=dtype, device=device)
 
-    def write(self, batch: PackedBatch) -> None:
-        """Write the batch and reset the tail: id, position and segment 0, empty sequences, nothing selected."""
+    def write(self, batch: Batch) -> None:
+        """Write the batch and reset the tail, as the fields say; embeddings that are not selected stay as they are."""
+        assert isinstance(batch, self._kind)
         if self._copied is not None:
             self._copied.synchronize()  # the previous copy may still be reading the host's mirror
-        tokens, offsets = batch.tokens, batch.sequences + 1
-        for buffer, values in zip(self._per_token, (batch.ids, batch.positions, batch.segments), strict=True):
-            buffer[:tokens] = values.numpy()
-            buffer[tokens:] = 0
-        self._offsets[:offsets] = batch.cu_seqlens.numpy()
-        self._offsets[offsets:] = tokens
-        for buffer, values in ((self._skip, batch.skip), (self._keys, batch.keys)):
-            buffer[: batch.sequences] = values.numpy()
-            buffer[batch.sequences :] = 0
-        if isinstance(batch, EmbedsBatch):
-            self._selector[:tokens] = batch.is_embed.numpy()
-            self._selector[tokens:] = False
+        for field, mirror in self._mirrors:
+            values = getattr(batch, field.name).numpy()
+            mirror[: len(values)] = values
+            mirror[len(values) :] = batch.tokens if field.tail is None else field.tail
         self._block.copy_(self._host, non_blocking=True)
         if self._copied is not None:
             self._copied.record()
+        if "embeds" in self._tensors:
+            self._tensors["embeds"][: batch.tokens].copy_(getattr(batch, "embeds"))  # noqa: B009
 
     def tensors(self) -> tuple[Tensor, ...]:
-        return self.ids, self.positions, self.segments, self.cu_seqlens, self.max_len, self.skip, self.keys
+        return tuple(self._tensors[name] for name in self._kind.ARGS)
 
     def poison(self) -> None:
         """Fill every buffer with values that must not survive a write (a test and canary aid)."""
         self._block.fill_(0x7F)
-        self.is_embed.fill_(True)
-
-
-class _EmbedsInputs(_Inputs):
-    """Adds the embeddings. Rows that are not selected may hold anything, NaN included."""
-
-    def __init__(self, bucket: Bucket, device: torch.device, width: int, dtype: torch.dtype) -> None:
-        super().__init__(bucket, device)
-        self.embeds = torch.zeros(bucket.tokens, width, dtype=dtype, device=device)
-
-    def write(self, batch: PackedBatch) -> None:
-        assert isinstance(batch, EmbedsBatch)
-        super().write(batch)
-        self.embeds[: batch.tokens].copy_(batch.embeds)
-
-    def tensors(self) -> tuple[Tensor, ...]:
-        return *super().tensors(), self.embeds, self.is_embed
-
-    def poison(self) -> None:
-        super().poison()
-        self.embeds.fill_(float("nan"))
+        if "embeds" in self._tensors:
+            self._tensors["is_embed"].fill_(True)
+            self._tensors["embeds"].fill_(float("nan"))
 
 
 class _CudaReplay:
@@ -204,7 +206,7 @@ class _CudaReplay:
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._output = entry(*args)
 
-    def replay(self) -> Output:
+    def replay(self) -> Any:
         self._graph.replay()
         return self._output
 
@@ -218,15 +220,15 @@ class _CheckedReplay:
         self._args = inputs.tensors()
         self._addresses = [tensor.data_ptr() for tensor in self._args]
         first = entry(*self._args)
-        self._output = Output(*(tensor.clone() for tensor in first))
+        self._output = type(first)(*(tensor.clone() for tensor in first))
 
-    def replay(self) -> Output:
+    def replay(self) -> Any:
         if [tensor.data_ptr() for tensor in self.inputs.tensors()] != self._addresses:
             raise GraphError("a static input buffer moved since the capture: a replay would read stale memory")
         with torch.inference_mode():
             return self._run()
 
-    def _run(self) -> Output:
+    def _run(self) -> Any:
         output = self._entry(*self._args)
         if any(tensor.device != self._args[0].device for tensor in output):
             raise GraphError("an output left the device during the replay")
@@ -238,7 +240,7 @@ class _CheckedReplay:
 _Replay = _CudaReplay | _CheckedReplay
 
 
-class GraphPair:
+class GraphPair(Generic[Out]):
     """The ids graph and the embeds graph of one model, over a ladder of buckets and one memory pool.
 
     A bucket is captured on its first use (`warm_up` captures ids buckets ahead); the embeds graph exists only
@@ -246,27 +248,30 @@ class GraphPair:
     Threads and CUDA streams may share a pair: one batch at a time is written, replayed and copied out.
 
     Args:
-        run_ids: callable over the tensors of a PackedBatch.
-        run_embeds: callable over the tensors of an EmbedsBatch.
+        run_ids: callable over the tensors of a batch of ids, in the order of its `ARGS`.
+        run_embeds: callable over the tensors of a batch with embeddings.
         ladder: the buckets.
         width: width of the seam.
         dtype: dtype of the embeddings.
         device: where the buffers live.
+        batches: the kind of a batch of ids, and of one with embeddings.
     """
 
     def __init__(
         self,
-        run_ids: Entry,
-        run_embeds: Entry,
+        run_ids: Callable[..., Out],
+        run_embeds: Callable[..., Out],
         *,
-        ladder: BucketLadder,
+        ladder: Ladder,
         width: int,
         dtype: torch.dtype,
         device: torch.device,
+        batches: tuple[type[Batch], type[Batch]] = (PackedBatch, EmbedsBatch),
     ) -> None:
         self.ladder = ladder
         self.stats = GraphStats()
         self._runs: dict[str, Entry] = {"ids": run_ids, "embeds": run_embeds}
+        self._kinds = {kind.PATH: kind for kind in batches}
         self._width, self._dtype, self._device = width, dtype, device
         self._pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
         self._lock = threading.Lock()
@@ -286,24 +291,20 @@ class GraphPair:
             for bucket in buckets if buckets is not None else self.ladder.default():
                 self._graph("ids", bucket)
 
-    def run(self, batch: PackedBatch) -> Output:
+    def run(self, batch: Batch) -> Out:
         """Run a batch through the graph of its kind.
 
         Returns:
             What belongs to the batch's T tokens and S sequences, in memory of its own.
         """
         with self._turn():
-            output = self._replay(batch)
-            return Output(
-                states=output.states[: batch.tokens].clone(),
-                vectors=output.vectors[: batch.sequences].clone(),
-                tokens=output.tokens[: batch.tokens].clone(),
-            )
+            output = self._replay(batch).cut(batch.tokens, batch.sequences)
+            return type(output)(*(tensor.clone() for tensor in output))
 
-    def vectors(self, batch: PackedBatch) -> Tensor:
-        """Like `run`, vectors only: [S, V] in memory of their own."""
+    def part(self, batch: Batch, name: str) -> Tensor:
+        """Like `run`, but only the one tensor of the output that is called `name`."""
         with self._turn():
-            return self._replay(batch).vectors[: batch.sequences].clone()
+            return getattr(self._replay(batch).cut(batch.tokens, batch.sequences), name).clone()
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -316,7 +317,7 @@ class GraphPair:
                 self._stream = stream
             yield
 
-    def prepare(self, batch: PackedBatch) -> Callable[[], Output]:
+    def prepare(self, batch: Batch) -> Callable[[], Out]:
         """Write a batch into its bucket's buffers, and return the bare replay: for measuring and inspection.
 
         What the replay returns are the static outputs: the next replay overwrites them, and rows beyond the
@@ -332,24 +333,24 @@ class GraphPair:
             graph.inputs.write(batch)
         return graph.replay
 
-    def _replay(self, batch: PackedBatch) -> Output:
+    def _replay(self, batch: Batch) -> Out:
         """Static outputs of the batch's bucket, valid until the next replay."""
         graph = self._find(batch)
         if graph is None:
             self.stats.eager_fallbacks += 1
-            return self._runs[_path(batch)](*batch.to(self._device).args())
+            return self._runs[batch.PATH](*batch.to(self._device).args())
         graph.inputs.write(batch)
         output = graph.replay()
-        if isinstance(batch, EmbedsBatch):
+        if batch.PATH == "embeds":
             self.stats.embeds_graph_hits += 1
         else:
             self.stats.graph_hits += 1
         return output
 
-    def _find(self, batch: PackedBatch) -> _Replay | None:
+    def _find(self, batch: Batch) -> _Replay | None:
         """The graph for a batch, captured now if it is the bucket's first; None if no bucket fits."""
         bucket = self.ladder.find(batch.tokens, batch.sequences, int(batch.max_len))
-        return None if bucket is None else self._graph(_path(batch), bucket)
+        return None if bucket is None else self._graph(batch.PATH, bucket)
 
     def poison(self) -> None:
         """Overwrite every static input with garbage; a following `run` must not notice."""
@@ -372,9 +373,7 @@ class GraphPair:
         return graphs[bucket]
 
     def _inputs(self, path: str, bucket: Bucket) -> _Inputs:
-        if path == "ids":
-            return _Inputs(bucket, self._device)
-        return _EmbedsInputs(bucket, self._device, self._width, self._dtype)
+        return _Inputs(self._kinds[path], bucket, self._device, (self._width, self._dtype))
 
     def _capture(self, path: str, bucket: Bucket) -> _Replay:
         entry = self._runs[path]
@@ -386,7 +385,3 @@ class GraphPair:
                 entry(*self._inputs(path, self.ladder.default()[0]).tensors())
                 self._primed.add(path)
             return _CudaReplay(entry, self._inputs(path, bucket), self._pool)
-
-
-def _path(batch: PackedBatch) -> str:
-    return "embeds" if isinstance(batch, EmbedsBatch) else "ids"

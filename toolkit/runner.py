@@ -156,7 +156,7 @@ class Runner:
         result = torch.empty(len(rows), width, device=self.device)
         order: list[int] = []
         for members, batch in self._batches(rows.chunks()):
-            result[len(order) : len(order) + len(members)] = self._executor.vectors(batch)
+            result[len(order) : len(order) + len(members)] = self._executor.part(batch, "vectors")
             order += members
         unsorted = torch.zeros(len(rows), width, device=self.device)
         unsorted[torch.tensor(order, dtype=torch.long).to(self.device)] = result[: len(order)]
@@ -272,7 +272,7 @@ class Runner:
         )
 
     @property
-    def graphs(self) -> GraphPair | None:
+    def graphs(self) -> GraphPair[Output] | None:
         """The graphs of mode graph; None in the other modes."""
         return self._executor if isinstance(self._executor, GraphPair) else None
 
@@ -298,7 +298,7 @@ class Runner:
         """
         return self._executor.run(batch)
 
-    def _build_executor(self) -> Executor:
+    def _build_executor(self) -> Executor[Output]:
         spec = self.artifact.manifest.spec
         suffix = "_keyed" if self._keyed else ""
         ids, embeds = (

@@ -30,6 +30,10 @@ class Output(NamedTuple):
     vectors: Tensor
     tokens: Tensor
 
+    def cut(self, tokens: int, sequences: int) -> "Output":
+        """Views of what belongs to the first so many tokens and sequences."""
+        return Output(self.states[:tokens], self.vectors[:sequences], self.tokens[:tokens])
+
 
 class Dense(nn.Module):
     """A linear layer with an activation, and perhaps the input added."""
