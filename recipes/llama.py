@@ -1,8 +1,9 @@
-"""Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971) as an encoder; reference: transformers' LlamaModel."""
+"""Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971); reference: transformers' LlamaModel."""
 
 from dataclasses import replace
 
 from toolkit.decoders import LAYER_RULES, decoder_spec, with_blocks
+from toolkit.heads import causal_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EncoderSpec
 from toolkit.weights import drop
@@ -34,6 +35,7 @@ RECIPE = Recipe(
     ),
     # Dropout is off; pad tokens are ordinary rows of the table; the reference does not read pretraining_tp.
     irrelevant=frozenset("attention_dropout pad_token_id pretraining_tp".split()),
+    heads=(causal_head("LlamaForCausalLM"),),
     tiny={
         "model_type": "llama",
         "architectures": ["LlamaModel"],

@@ -1,4 +1,4 @@
-"""Qwen2 (Yang et al., 2024, https://arxiv.org/abs/2407.10671) as an encoder (gte-Qwen2: `is_causal` false).
+"""Qwen2 (Yang et al., 2024, https://arxiv.org/abs/2407.10671) (as an encoder gte-Qwen2: `is_causal` false).
 
 Reference: transformers' Qwen2Model.
 """
@@ -6,6 +6,7 @@ Reference: transformers' Qwen2Model.
 from dataclasses import replace
 
 from toolkit.decoders import by_layer_types, decoder_spec, with_blocks
+from toolkit.heads import causal_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import EncoderSpec
 
@@ -24,6 +25,7 @@ RECIPE = replace(
     model_type="qwen2",
     classes=("Qwen2Model",),
     spec=spec,
+    heads=(causal_head("Qwen2ForCausalLM"),),
     irrelevant=frozenset("attention_dropout pad_token_id".split()),
     tiny={
         **{name: value for name, value in LLAMA.tiny.items() if not name.endswith("_bias")},

@@ -1,4 +1,4 @@
-"""Qwen3 (Yang et al., 2025, https://arxiv.org/abs/2505.09388) as an encoder (Qwen3-Embedding).
+"""Qwen3 (Yang et al., 2025, https://arxiv.org/abs/2505.09388) (as an encoder Qwen3-Embedding).
 
 Reference: transformers' Qwen3Model.
 """
@@ -6,6 +6,7 @@ Reference: transformers' Qwen3Model.
 from dataclasses import replace
 
 from toolkit.decoders import LAYER, by_layer_types, decoder_spec, with_blocks
+from toolkit.heads import causal_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import BlockSpec, EncoderSpec
 from toolkit.weights import rename
@@ -34,6 +35,7 @@ RECIPE = replace(
         rename("blocks.{i}.attention.q_norm.weight", LAYER + "self_attn.q_norm.weight"),
         rename("blocks.{i}.attention.k_norm.weight", LAYER + "self_attn.k_norm.weight"),
     ),
+    heads=(causal_head("Qwen3ForCausalLM"),),
     irrelevant=frozenset("attention_dropout pad_token_id".split()),
     tiny={
         **{name: value for name, value in LLAMA.tiny.items() if name != "mlp_bias"},

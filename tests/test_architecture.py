@@ -40,6 +40,8 @@ ORDER = [
     "nn",
     "graphs",
     "executor",
+    "loaded",
+    "decoding",
     "runner",
     "precision",
     "parity",

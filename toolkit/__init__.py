@@ -10,6 +10,10 @@ from toolkit import errors
 
 if TYPE_CHECKING:
     from toolkit.conversion import ConversionReport, convert
+    from toolkit.decoding.cache import CacheOptions
+    from toolkit.decoding.results import Generation
+    from toolkit.decoding.runner import DecoderRunner
+    from toolkit.decoding.sampling import SamplingParams
     from toolkit.inputs import MixedPrompt, PromptEmbeds, TokenIds
     from toolkit.parity import verify
     from toolkit.runner import Runner, load
@@ -23,6 +27,10 @@ __all__ = [
     "PromptEmbeds",
     "MixedPrompt",
     "Runner",
+    "DecoderRunner",
+    "CacheOptions",
+    "SamplingParams",
+    "Generation",
     "ConversionReport",
     "errors",
     "__version__",
@@ -33,6 +41,10 @@ _HOME = {
     "ConversionReport": "toolkit.conversion",
     "load": "toolkit.runner",
     "Runner": "toolkit.runner",
+    "DecoderRunner": "toolkit.decoding.runner",
+    "CacheOptions": "toolkit.decoding.cache",
+    "SamplingParams": "toolkit.decoding.sampling",
+    "Generation": "toolkit.decoding.results",
     "verify": "toolkit.parity",
     "TokenIds": "toolkit.inputs",
     "PromptEmbeds": "toolkit.inputs",

@@ -33,7 +33,7 @@ __all__ = ["DTYPES", "MANIFEST", "SCHEMA", "Artifact", "Manifest", "atomic_folde
 
 MANIFEST = "toolkit.json"
 DTYPES = ("float32", "float16", "bfloat16")
-SCHEMA = 3
+SCHEMA = 4
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,8 @@ class Manifest:
     `source` holds what the user wrote, the revision and the sha256 of each file; `audit` says what became of
     every source tensor; `usable_length` is the longest sequence, `seam_width` the width of caller embeds,
     `reference` the transformers class that token states are compared with, `scoring` what logits mean,
-    `multi_vector` how queries and documents differ (both None for a task without).
+    `multi_vector` how queries and documents differ (both None for a task without), `ends` the ids that end a generated
+    text.
     """
 
     schema: int
@@ -57,6 +58,7 @@ class Manifest:
     pipeline: Pipeline
     scoring: Scoring | None
     multi_vector: MultiVector | None
+    ends: tuple[int, ...]
     tokenizer: TokenizerSpec
     usable_length: int
     seam_width: int
@@ -90,6 +92,7 @@ class Manifest:
                 "multi_vector": MultiVector.from_dict(data["multi_vector"])
                 if data["multi_vector"] is not None
                 else None,
+                "ends": tuple(data["ends"]),
                 "tokenizer": TokenizerSpec.from_dict(data["tokenizer"]),
             }
             return cls(**{**data, **parts})

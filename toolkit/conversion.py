@@ -15,6 +15,7 @@ from toolkit.artifact import DTYPES, MANIFEST, SCHEMA, Manifest, atomic_folder, 
 from toolkit.attention import choose_backend
 from toolkit.checkpoint import Checkpoint, open_checkpoint
 from toolkit.config import ConfigReader
+from toolkit.decoders import read_ends
 from toolkit.errors import ArtifactError, CheckpointError, InputError, ParityError, UnsupportedError
 from toolkit.heads import TaskHead
 from toolkit.modules import read_modules, stored_name
@@ -226,8 +227,9 @@ def _write(
         spec=spec,
         head=read.head,
         pipeline=replace(read.pipeline, normalize=normalize),
-        scoring=read_scoring(checkpoint, task) if head is not None and task != "sparse" else None,
+        scoring=read_scoring(checkpoint, task) if head is not None and task not in ("sparse", "generate") else None,
         multi_vector=multi_vector,
+        ends=read_ends(checkpoint, spec) if task == "generate" else (),
         tokenizer=tokenizer_spec,
         usable_length=spec.usable_length,
         seam_width=spec.embedding.width,

@@ -3,12 +3,13 @@
 from collections.abc import Callable
 from dataclasses import replace
 
+from toolkit.checkpoint import Checkpoint
 from toolkit.config import LAYER_TYPES, ConfigReader
-from toolkit.errors import UnsupportedError
+from toolkit.errors import CheckpointError, UnsupportedError
 from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
 from toolkit.weights import drop, fuse, rename
 
-__all__ = ["LAYER", "LAYER_RULES", "by_layer_types", "decoder_spec", "sliding", "with_blocks"]
+__all__ = ["LAYER", "LAYER_RULES", "by_layer_types", "decoder_spec", "read_ends", "sliding", "with_blocks"]
 
 LAYER = "layers.{i}."
 _COMPUTED = "rotary frequencies are computed from config.json"
@@ -99,3 +100,25 @@ def by_layer_types(config: ConfigReader, spec: EncoderSpec) -> EncoderSpec:
         return replace(block, attention=sliding(block.attention, window)) if slides else block
 
     return with_blocks(spec, change)
+
+
+def read_ends(checkpoint: Checkpoint, spec: EncoderSpec) -> tuple[int, ...]:
+    """The ids that end a generated text: generation_config.json's `eos_token_id`, else that of config.json.
+
+    Raises:
+        CheckpointError: it is no id, or none of the vocabulary.
+        UnsupportedError: attention is not causal, so that nothing can be generated token by token.
+    """
+    if not all(attention.causal for attention in spec.attentions):
+        raise UnsupportedError("config.json: is_causal = False is not supported for task 'generate'")
+    file = "generation_config.json" if checkpoint.has("generation_config.json") else "config.json"
+    value = checkpoint.json(file).get("eos_token_id")
+    if value is None and file != "config.json":
+        file, value = "config.json", checkpoint.config.get("eos_token_id")
+    ends = [] if value is None else value if isinstance(value, list) else [value]
+    for token in ends:
+        if type(token) is not int or not 0 <= token < spec.embedding.vocab_size:
+            raise CheckpointError(
+                f"{file}: eos_token_id = {value!r}, expected ids below {spec.embedding.vocab_size} (vocab_size)"
+            )
+    return tuple(dict.fromkeys(ends))

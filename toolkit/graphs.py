@@ -29,6 +29,10 @@ __all__ = ["AnyOutput", "Bucket", "BucketLadder", "GraphPair", "GraphStats", "La
 _one_capture = threading.Lock()
 
 
+# Bytes. Inputs that share a block begin at places that compiled code need not tell apart: it would from 0 and 1 on.
+_ALIGNMENT = 64
+
+
 class AnyOutput(Protocol):
     """What an entry point returns: a named tuple of tensors."""
 
@@ -149,7 +153,7 @@ class _Inputs:
     def __init__(self, kind: type[Batch], bucket: Bucket, device: torch.device, embeds: tuple[int, torch.dtype]):
         self._kind = kind
         counts = {"token": bucket.tokens, "sequence": bucket.sequences, "offset": bucket.sequences + 1}
-        sizes = [counts[field.per] * field.dtype.itemsize for field in kind.FIELDS]
+        sizes = [-(-counts[field.per] * field.dtype.itemsize // _ALIGNMENT) * _ALIGNMENT for field in kind.FIELDS]
         on_gpu = device.type == "cuda"
         self._host = torch.zeros(sum(sizes), dtype=torch.uint8, pin_memory=on_gpu)
         self._block = torch.zeros(sum(sizes), dtype=torch.uint8, device=device)
@@ -157,8 +161,9 @@ class _Inputs:
         self._mirrors: list[tuple[Field, np.ndarray]] = []
         self._tensors = {"max_len": torch.tensor([bucket.max_len], dtype=torch.int32)}
         for field, mine, mirror in zip(kind.FIELDS, self._block.split(sizes), self._host.split(sizes), strict=True):
-            self._tensors[field.name] = mine.view(field.dtype)
-            self._mirrors.append((field, mirror.view(field.dtype).numpy()))
+            count = counts[field.per]
+            self._tensors[field.name] = mine.view(field.dtype)[:count].fill_(field.tail or 0)
+            self._mirrors.append((field, mirror.view(field.dtype)[:count].numpy()))
         if kind.PATH == "embeds":
             width, dtype = embeds
             self._tensors["embeds"] = torch.zeros(bucket.tokens, width, dtype=dtype, device=device)

@@ -22,6 +22,7 @@ from toolkit.weights import Rule, copy, drop, rename
 
 __all__ = [
     "TaskHead",
+    "causal_head",
     "either_head",
     "late_head",
     "lm_head",
@@ -246,6 +247,28 @@ def mlm_head(
         *(rename("head.steps.norm.{p}", f"{stored}.{{p}}", outside=True) for stored in names),
     )
     return vocabulary_head(name, before=before, rules=rules, decoder=decoder, bias=bias, unties=unties)
+
+
+def causal_head(name: str, *, tied: bool = False) -> TaskHead:
+    """A causal language model's head: logits from the token table, or from a weight of their own.
+
+    Args:
+        name: the transformers class.
+        tied: the default of `tie_word_embeddings`.
+    """
+
+    def steps(config: ConfigReader, spec: EncoderSpec, labels: int) -> tuple[Step, ...]:
+        words = spec.embedding.vocab_size
+        if config.boolean("tie_word_embeddings", tied):
+            return (VocabularyStep(name="out", on="tokens", outputs=words, bias=False),)
+        return (DenseStep(name="out", on="tokens", inputs=spec.hidden, outputs=words, bias=False),)
+
+    def rules(config: ConfigReader) -> tuple[Rule, ...]:
+        if config.boolean("tie_word_embeddings", tied):
+            return (copy("embeddings.token.weight", "lm_head.weight", outside=True),)
+        return (rename("head.steps.out.linear.weight", "lm_head.weight", outside=True),)
+
+    return TaskHead(classes=(name,), tasks=("generate",), steps=steps, rules=rules)
 
 
 def lm_head(name: str, *, norm: str | tuple[str, ...] = "lm_head.layer_norm", bias: str = "lm_head.bias") -> TaskHead:

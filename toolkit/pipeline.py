@@ -146,7 +146,7 @@ def read_pipeline(
     warnings: list[str] = []
     modules = Modules(checkpoint=checkpoint, width=hidden, per_token=task == "multi-vector")
     options: dict[str, Any] = {}
-    config = _st_config(checkpoint)
+    config = _st_config(checkpoint) if task != "generate" else {}
     pylate = read_pylate(_ST_CONFIG, config if task == "multi-vector" else {})
     if task == "multi-vector":
         if is_stanford(checkpoint):
@@ -154,6 +154,8 @@ def read_pipeline(
             options = dict(pylate.options)
         else:
             options = {**pylate.options, **_read_per_token(modules, config, pylate)}
+    elif task == "generate":
+        pass  # sentence-transformers' files speak of another use
     elif checkpoint.has("modules.json"):
         options = _read_pooled(modules, task)
     elif task == "sparse":
@@ -185,16 +187,9 @@ def read_pipeline(
         similarity=similarity,
         truncate_dim=_truncate_dim(config, modules.width) if task == "embed" else None,
     )
-    if task == "sparse":
-        words = next(step.outputs for step in reversed(steps) if isinstance(step, DenseStep | VocabularyStep))
-        head = HeadSpec(steps=(*steps, *modules.steps), width=words)
-    elif task == "multi-vector":
-        head = HeadSpec(steps=tuple(modules.steps), width=0, token_width=modules.width)
-    else:
-        head = _head_of(steps) if steps else HeadSpec(steps=tuple(modules.steps), width=modules.width)
     return ReadPipeline(
         pipeline=pipeline,
-        head=head,
+        head=_whole_head(task, steps, modules),
         mix=modules.mix,
         folders=modules.folders,
         rules=stanford_rules(checkpoint, projected=task == "multi-vector" and is_stanford(checkpoint)),
@@ -291,9 +286,19 @@ def _read_stanford(modules: Modules) -> PyLate:
     return read.texts
 
 
+def _whole_head(task: str, steps: tuple[Step, ...], modules: Modules) -> HeadSpec:
+    """The steps of the head and of the modules."""
+    if task == "sparse":
+        words = next(step.outputs for step in reversed(steps) if isinstance(step, DenseStep | VocabularyStep))
+        return HeadSpec(steps=(*steps, *modules.steps), width=words)
+    if task == "multi-vector":
+        return HeadSpec(steps=tuple(modules.steps), width=0, token_width=modules.width)
+    return _head_of(steps) if steps else HeadSpec(steps=tuple(modules.steps), width=modules.width)
+
+
 def _head_of(steps: tuple[Step, ...]) -> HeadSpec:
-    """The head that a class's steps make: its last dense layer gives one logit for each label."""
-    widths = {step.on: step.outputs for step in steps if isinstance(step, DenseStep)}
+    """The head that a class's steps make: its last dense layer gives one logit for each label, or word."""
+    widths = {step.on: step.outputs for step in steps if isinstance(step, DenseStep | VocabularyStep)}
     pooled = any(isinstance(step, PoolingStep) for step in steps)
     width = widths.get("vectors", widths.get("tokens", 0)) if pooled else 0
     return HeadSpec(steps=steps, width=width, token_width=0 if pooled else widths["tokens"])

@@ -1,26 +1,26 @@
 """Run a converted module: inputs → rows → packed batches → graph → vectors or states, in the caller's order."""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from toolkit.artifact import Artifact
 from toolkit.attention import choose_backend
-from toolkit.batch import PackedBatch, pack, pack_embeds
-from toolkit.compile import CompiledEntryPoint, Sizes, compile_entry_point
+from toolkit.batch import EmbedsBatch, PackedBatch, pack, pack_embeds
+from toolkit.decoding.cache import CacheOptions
+from toolkit.decoding.runner import DecoderRunner
 from toolkit.devices import resolve_device, resolve_mode
-from toolkit.errors import InputError, UnsupportedError
-from toolkit.executor import Direct, Executor, RunnerStats
-from toolkit.graphs import BucketLadder, GraphPair
-from toolkit.inputs import Limits, Row, RowInput, TokenIds, check_row
+from toolkit.errors import InputError
+from toolkit.executor import Executor, RunnerStats
+from toolkit.graphs import BucketLadder
+from toolkit.inputs import Row, RowInput, TokenIds, check_row
+from toolkit.loaded import Loaded
 from toolkit.multivector import KINDS, Kind, SideEncoder
 from toolkit.nn.head import Head, Output, build_head
-from toolkit.nn.linear import can_pack, pack_linears
-from toolkit.nn.model import build_encoder, fill
+from toolkit.nn.model import build_encoder
 from toolkit.rows import Input, Pairs, Rows, group_rows, listed, read_rows
 from toolkit.scoring import Classification, Scoring, TokenClassification
 from toolkit.tokenizer import Pair, TextEncoder
@@ -33,8 +33,8 @@ _CUDA_BATCH_TOKENS = 65536
 _CUDA_GROUP_TOKENS = 16384
 
 
-class Runner:
-    """A loaded artifact. Made by `toolkit.load`.
+class Runner(Loaded[Output]):
+    """A loaded encoder. Made by `toolkit.load`.
 
     An input is a text, a `TokenIds`, a `PromptEmbeds` or a `MixedPrompt`; one call may mix all four. `score` takes
     pairs of texts in the place of texts, `classify` takes both.
@@ -44,29 +44,13 @@ class Runner:
         self, artifact: Artifact, *, device: torch.device, mode: str, attention: str, batch_tokens: int | None
     ) -> None:
         manifest = artifact.manifest
-        self.artifact, self.device, self.mode = artifact, device, mode
         self._keyed = manifest.multi_vector is not None and manifest.multi_vector.unattended > 0
-        self.attention, backend = choose_backend(
-            manifest.spec.attentions, device, artifact.dtype, attention, keyed=self._keyed
-        )
+        name, backend = choose_backend(manifest.spec.attentions, device, artifact.dtype, attention, keyed=self._keyed)
         self.model = build_encoder(manifest.spec, backend)
         self.head = build_head(manifest.head, device, skips=not manifest.pipeline.include_prompt)
-        parts = nn.ModuleDict({"encoder": self.model, "head": self.head})
-        stored = {name.removeprefix("encoder."): name for name, _ in parts.named_parameters()}
-        weights = artifact.weights({name: parts.get_parameter(own).shape for name, own in stored.items()})
-        fill(parts, {stored[name]: weight for name, weight in weights.items()}, device)
+        super().__init__(artifact, self.model, self.head, device=device, mode=mode, attention=name)
         self.head.tie(self.model.embeddings.token.weight)
         self.head.use_float32_for_vectors()
-        self._weight_bytes = sum(p.nbytes for p in parts.parameters())
-        if can_pack(device, artifact.dtype):
-            pack_linears(self.model)
-        self.limits = Limits(
-            vocab_size=manifest.spec.embedding.vocab_size,
-            segments=manifest.spec.embedding.segments,
-            width=manifest.seam_width,
-            length=manifest.usable_length,
-            dtype=artifact.dtype,
-        )
         files = (artifact.folder / "tokenizer.json", manifest.tokenizer, self.limits)
         self._texts: dict[str, TextEncoder] = {"": TextEncoder(*files)}
         if manifest.multi_vector is not None:
@@ -77,7 +61,6 @@ class Runner:
         self.batch_tokens = max(batch_tokens or default, manifest.usable_length)
         # a longer row makes a group of its own
         self._group_tokens = min(batch_tokens or default, _CUDA_GROUP_TOKENS if device.type == "cuda" else default)
-        self._compiled: dict[str, CompiledEntryPoint] = {}
         self._executor = self._build_executor()
 
     def embed(
@@ -182,12 +165,6 @@ class Runner:
                 found[member] = piece.clone()
         return found
 
-    def embed_tokens(self, ids: TokenIds | Sequence[int] | Tensor) -> Tensor:
-        """The seam: what `PromptEmbeds` callers must pass for these ids. [tokens, seam width], on the device."""
-        row = check_row(ids if isinstance(ids, TokenIds) else TokenIds(ids), self.limits, "ids")  # type: ignore[arg-type]
-        with torch.no_grad():
-            return self.model.embed_tokens(torch.from_numpy(row.ids).to(self.device))
-
     def score(
         self,
         pairs: Sequence[Pair | RowInput],
@@ -243,38 +220,13 @@ class Runner:
         places = self._texts[""].places({k: item for k, item in enumerate(items) if isinstance(item, str)})
         return [TokenClassification.of(x.float(), scoring, places.get(k)) for k, x in enumerate(logits)]
 
-    def generate(self, inputs: Input | Sequence[Input], max_new_tokens: int, **options: Any) -> list[Any]:
-        """Generate text; needs an artifact of task `generate`, which no recipe makes yet.
+    def generate(self, inputs: Input | Sequence[Input], max_new_tokens: int, **options: Any) -> NoReturn:
+        """Generating text needs an artifact of task `generate`; `toolkit.load` gives it a `DecoderRunner`.
 
         Raises:
             UnsupportedError: always.
         """
         raise self._wrong_task("generate", "generate")
-
-    @property
-    def stats(self) -> RunnerStats:
-        """A snapshot of the counters."""
-        captured = self.graphs.captured if self.graphs is not None else {}
-        cuda = self.device.type == "cuda"
-        return RunnerStats(
-            mode=self.mode,
-            device=str(self.device),
-            attention=self.attention,
-            graph_hits=self._executor.stats.graph_hits,
-            embeds_graph_hits=self._executor.stats.embeds_graph_hits,
-            eager_fallbacks=self._executor.stats.eager_fallbacks,
-            recompiles=sum(max(entry.compilations - 1, 0) for entry in self._compiled.values()),
-            captured={path: [asdict(bucket) for bucket in buckets] for path, buckets in captured.items()},
-            bytes={
-                "weights": self._weight_bytes,
-                "device": torch.cuda.memory_reserved(self.device) if cuda else 0,
-            },
-        )
-
-    @property
-    def graphs(self) -> GraphPair[Output] | None:
-        """The graphs of mode graph; None in the other modes."""
-        return self._executor if isinstance(self._executor, GraphPair) else None
 
     def warm_up(self) -> None:
         """Compile and capture ahead of the first request, for batches of token ids."""
@@ -305,23 +257,8 @@ class Runner:
             _with_head(self._entry_point(name + suffix), self.head, self._keyed)
             for name in ("forward_ids", "forward_embeds")
         )
-        if self.mode != "graph":
-            return Direct(ids, embeds, self.device)
-        return GraphPair(
-            ids,
-            embeds,
-            ladder=BucketLadder.up_to(self.batch_tokens, spec.usable_length),
-            width=self.limits.width,
-            dtype=self.limits.dtype,
-            device=self.device,
-        )
-
-    def _entry_point(self, name: str) -> Callable[..., Tensor]:
-        if self.mode == "eager":
-            return getattr(self.model, name)
-        sizes = Sizes.MANY if self.mode == "graph" else Sizes.ANY
-        self._compiled[name] = compile_entry_point(self.model, name, sizes)
-        return self._compiled[name]
+        ladder = BucketLadder.up_to(self.batch_tokens, spec.usable_length)
+        return self._make_executor(ids, embeds, ladder, (PackedBatch, EmbedsBatch))
 
     def rows(
         self,
@@ -351,12 +288,6 @@ class Runner:
             raise self._wrong_task(method, task)
         return scoring
 
-    def _wrong_task(self, method: str, task: str) -> UnsupportedError:
-        return UnsupportedError(
-            f"{method} needs an artifact of task {task!r}; {self.artifact.folder} was converted for "
-            f"{self.artifact.manifest.task!r}"
-        )
-
 
 def _with_head(states: Callable[..., Tensor], head: Head, keyed: bool) -> Callable[..., Output]:
     """Over the tensors of a batch: `skip` is the head's, the others are the entry point's, `keys` if it is `keyed`."""
@@ -384,7 +315,8 @@ def load(
     *,
     attention: str = "auto",
     batch_tokens: int | None = None,
-) -> Runner:
+    cache: CacheOptions | None = None,
+) -> Any:
     """Load a converted folder.
 
     Args:
@@ -392,7 +324,11 @@ def load(
         device: "auto", "cpu", "cuda" or "cuda:N".
         mode: "eager", "compile", "graph", or "auto" for the best that the device has.
         attention: name of a backend (see `toolkit doctor`), or "auto".
-        batch_tokens: most tokens in one packed batch; never below the model's usable length.
+        batch_tokens: most tokens in one packed batch; for an encoder never below the model's usable length.
+        cache: how a decoder's requests share its key/value cache.
+
+    Returns:
+        A `Runner`, or a `DecoderRunner` for an artifact of task `generate`.
 
     Raises:
         ArtifactError: the folder is no artifact or is damaged.
@@ -404,6 +340,10 @@ def load(
         raise InputError(f"batch_tokens = {batch_tokens!r}, expected a positive whole number")
     artifact = Artifact.open(out)
     where = resolve_device(device)
-    return Runner(
-        artifact, device=where, mode=resolve_mode(mode, where), attention=attention, batch_tokens=batch_tokens
-    )
+    options: dict[str, Any] = {"device": where, "mode": resolve_mode(mode, where)}
+    options |= {"attention": attention, "batch_tokens": batch_tokens}
+    if artifact.manifest.task == "generate":
+        return DecoderRunner(artifact, cache=cache or CacheOptions(), **options)
+    if cache is not None:
+        raise InputError(f"cache is for an artifact of task 'generate'; {out} is for {artifact.manifest.task!r}")
+    return Runner(artifact, **options)

@@ -163,18 +163,21 @@ def check_unicode(where: str, text: str | Pair) -> None:
 class TextEncoder:
     """Texts to rows of token ids, with the artifact's tokenizer.
 
+    With `truncate` texts are cut at the limit, without it longer ones are refused.
+
     Raises:
         ArtifactError: the tokenizer file is missing or damaged.
     """
 
-    def __init__(self, file: Path, spec: TokenizerSpec, limits: Limits) -> None:
+    def __init__(self, file: Path, spec: TokenizerSpec, limits: Limits, *, truncate: bool = True) -> None:
         if not file.is_file():
             raise ArtifactError(f"{file.name} is missing from the artifact: convert it again")
         try:
-            self._tokenizer = Tokenizer.from_file(str(file))
+            self.tokenizer = Tokenizer.from_file(str(file))
         except Exception as error:  # the library raises bare exceptions for damaged files
             raise ArtifactError(f"{file.name} is damaged ({error}): convert again") from None
-        self._tokenizer.enable_truncation(spec.limit, direction=spec.side)
+        if truncate:
+            self.tokenizer.enable_truncation(spec.limit, direction=spec.side)
         self._spec, self._limits = spec, limits
 
     def encode(self, texts: Mapping[int, str | Pair]) -> dict[int, Row]:
@@ -188,12 +191,12 @@ class TextEncoder:
         """
         for number, text in texts.items():
             check_unicode(f"input {number}", text)
-        encodings = self._tokenizer.encode_batch_fast(list(texts.values()))
+        encodings = self.tokenizer.encode_batch_fast(list(texts.values()))
         return dict(zip(texts, self._rows(list(texts), encodings), strict=True))
 
     def places(self, texts: Mapping[int, str]) -> dict[int, list[Place]]:
         """Where each token of each text comes from, by the text's number."""
-        encodings = self._tokenizer.encode_batch(list(texts.values()))
+        encodings = self.tokenizer.encode_batch(list(texts.values()))
         return {
             number: [
                 Place(start=start, end=end, word=word, special=bool(special))
@@ -210,7 +213,7 @@ class TextEncoder:
         Those of the prompt alone, less a special token at their end.
         """
         check_unicode("prompt", prompt)
-        ids = self._tokenizer.encode(prompt).ids if prompt else []
+        ids = self.tokenizer.encode(prompt).ids if prompt else []
         return len(ids) - (bool(ids) and ids[-1] in self._spec.special_ids)
 
     def _rows(self, numbers: list[int], encodings: list[Encoding]) -> list[Row]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from toolkit.errors import UnsupportedError
 from toolkit.spec import AttentionSpec, DisentangledSpec
 
-__all__ = ["BACKENDS", "AttentionBackend", "Backend", "choose_backend"]
+__all__ = ["ANY", "BACKENDS", "HALF", "AttentionBackend", "Backend", "choose_backend", "choose_from"]
 
 Scores = Literal["plain", "window", "bias", "disentangled"]
 
@@ -119,10 +119,9 @@ class Backend:
             return f"cannot leave keys out of {needed} scores"
         return self.why_unavailable()
 
-    def load(self) -> AttentionBackend:
+    def load(self) -> Any:
         """Import the backend's module."""
-        module: Any = importlib.import_module(self.module)
-        return module
+        return importlib.import_module(self.module)
 
 
 def _scores(spec: AttentionSpec) -> Scores:
@@ -133,8 +132,8 @@ def _scores(spec: AttentionSpec) -> Scores:
     return "plain" if spec.reach is None else "window"
 
 
-_HALF = (torch.float16, torch.bfloat16)
-_ANY = (torch.float64, torch.float32, *_HALF)
+HALF = (torch.float16, torch.bfloat16)
+ANY = (torch.float64, torch.float32, *HALF)
 
 # In order of preference.
 BACKENDS = (
@@ -152,7 +151,7 @@ BACKENDS = (
         name="triton",
         module="toolkit.attention.triton_varlen",
         device="cuda",
-        dtypes=(torch.float32, *_HALF),
+        dtypes=(torch.float32, *HALF),
         max_head_dim=128,
         head_dim_multiple=1,
         scores=("plain", "window", "bias", "disentangled"),
@@ -163,7 +162,7 @@ BACKENDS = (
         name="varlen",
         module="toolkit.attention.varlen",
         device="cuda",
-        dtypes=_HALF,
+        dtypes=HALF,
         max_head_dim=256,
         head_dim_multiple=8,
         scores=("plain", "window"),
@@ -183,7 +182,7 @@ BACKENDS = (
         name="sdpa",
         module="toolkit.attention.sdpa",
         device="cpu",
-        dtypes=_ANY,
+        dtypes=ANY,
         max_head_dim=2**30,
         head_dim_multiple=1,
         scores=("plain", "window", "bias", "disentangled"),
@@ -203,8 +202,21 @@ def choose_backend(
     Raises:
         UnsupportedError: none fits; the message gives each one's reason.
     """
+    return choose_from(BACKENDS, specs, device, dtype, name, keyed=keyed)
+
+
+def choose_from(
+    table: Sequence[Backend],
+    specs: Sequence[AttentionSpec],
+    device: torch.device,
+    dtype: torch.dtype,
+    name: str,
+    *,
+    keyed: bool = False,
+) -> tuple[str, Any]:
+    """`choose_backend` from another table."""
     reasons: list[str] = []
-    for backend in BACKENDS:
+    for backend in table:
         if name not in ("auto", backend.name):
             continue
         reason = next(filter(None, (backend.why_unfit(spec, device, dtype, keyed) for spec in specs)), None)

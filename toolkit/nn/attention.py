@@ -15,7 +15,21 @@ from toolkit.nn.norm import build_norm
 from toolkit.nn.rope import rotate
 from toolkit.spec import AttentionSpec, DisentangledSpec
 
-__all__ = ["Attention", "DisentangledAttention", "Places", "build_attention", "match_rows"]
+__all__ = ["Attention", "DisentangledAttention", "Pages", "Places", "build_attention", "match_rows"]
+
+
+class Pages(NamedTuple):
+    """Where a decoder keeps keys and values.
+
+    `slots` int32 [T], each token's place in the cache, -1 for none; `starts` int32 [S], how many tokens of each
+    sequence are in the cache already; `lanes` int32 [S], each sequence's row of `tables`; `tables` int32 [lanes, pages
+    of a sequence], the numbers of a sequence's pages in their order.
+    """
+
+    slots: Tensor
+    starts: Tensor
+    lanes: Tensor
+    tables: Tensor
 
 
 class Places(NamedTuple):
@@ -23,7 +37,8 @@ class Places(NamedTuple):
 
     `cu_seqlens` int32 [S + 1]; `max_len` int32 [1] on the CPU; `keys` int32 [S] how many tokens at the start of each
     sequence are attended to, None for all; `ropes` cosines and sines of each rope of the model;
-    `distance` what a bias by distance needs, an empty tensor if there is none; `bucket_of` likewise.
+    `distance` what a bias by distance needs, an empty tensor if there is none; `bucket_of` likewise; `pages` None for
+    an encoder.
     """
 
     cu_seqlens: Tensor
@@ -32,6 +47,7 @@ class Places(NamedTuple):
     distance: Tensor
     bucket_of: Tensor
     keys: Tensor | None = None
+    pages: Pages | None = None
 
 
 class Attention(nn.Module):

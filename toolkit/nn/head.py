@@ -148,6 +148,13 @@ class Head(nn.Module):
             states=states_TD, vectors=vectors, tokens=tokens if own else states_TD.new_empty(states_TD.shape[0], 0)
         )
 
+    def per_token(self, states_TD: Tensor) -> Tensor:
+        """[T, D] → [T, K]: the steps of a head that has steps on tokens only."""
+        assert all(getattr(step, "on", "") == "tokens" for step in self.spec.steps)
+        for module in self.steps.values():
+            states_TD = module(states_TD)
+        return states_TD
+
     def tie(self, table: Tensor) -> None:
         """Give the model's token table to the step that multiplies with it, if there is one."""
         for module in self.steps.values():

@@ -1,9 +1,9 @@
-"""The whole encoder: embedding layer and layer stack, behind two entry points with fixed signatures.
+"""The layers of encoders and decoders, and the whole encoder behind entry points with fixed signatures.
 
 Shape suffixes: T tokens of all sequences, packed; D hidden size; S sequences; W width of the seam.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -17,17 +17,17 @@ from toolkit.nn.linear import FusedLinear
 from toolkit.nn.mlp import build_mlp
 from toolkit.nn.norm import build_norm
 from toolkit.nn.rope import RopeTable
-from toolkit.spec import BlockSpec, EncoderSpec, LayerMixSpec
+from toolkit.spec import AttentionSpec, BlockSpec, EncoderSpec, LayerMixSpec
 
-__all__ = ["Encoder", "build_encoder", "fill", "part_shapes"]
+__all__ = ["Encoder", "LayerStack", "build_encoder", "fill", "part_shapes"]
 
 
 class PostNormBlock(nn.Module):
     """Attention and feed-forward, each added to its input and then normalised."""
 
-    def __init__(self, hidden: int, spec: BlockSpec, backend: AttentionBackend, rope: int | None) -> None:
+    def __init__(self, hidden: int, spec: BlockSpec, attention: nn.Module) -> None:
         super().__init__()
-        self.attention = build_attention(hidden, spec.attention, backend, rope)
+        self.attention = attention
         self.attention_norm = build_norm(hidden, spec.norm)
         self.mlp = build_mlp(hidden, spec.mlp)
         self.mlp_norm = build_norm(hidden, spec.norm)
@@ -41,8 +41,8 @@ class PostNormBlock(nn.Module):
 class PostTwiceNormBlock(PostNormBlock):
     """Like PostNormBlock, but the layer's input is added a second time, to the normalised sum, and normalised again."""
 
-    def __init__(self, hidden: int, spec: BlockSpec, backend: AttentionBackend, rope: int | None) -> None:
-        super().__init__(hidden, spec, backend, rope)
+    def __init__(self, hidden: int, spec: BlockSpec, attention: nn.Module) -> None:
+        super().__init__(hidden, spec, attention)
         self.attention_norm_again = build_norm(hidden, spec.norm)
 
     def forward(self, x_TD: Tensor, places: Places) -> Tensor:
@@ -55,10 +55,10 @@ class PostTwiceNormBlock(PostNormBlock):
 class PreNormBlock(nn.Module):
     """Attention and feed-forward, each over the normalised input and then added to it."""
 
-    def __init__(self, hidden: int, spec: BlockSpec, backend: AttentionBackend, rope: int | None) -> None:
+    def __init__(self, hidden: int, spec: BlockSpec, attention: nn.Module) -> None:
         super().__init__()
         self.attention_norm = build_norm(hidden, spec.norm) if spec.attention_norm else nn.Identity()
-        self.attention = build_attention(hidden, spec.attention, backend, rope)
+        self.attention = attention
         self.mlp_norm = build_norm(hidden, spec.norm)
         self.mlp = build_mlp(hidden, spec.mlp)
 
@@ -71,8 +71,8 @@ class PreNormBlock(nn.Module):
 class SandwichBlock(PreNormBlock):
     """Like PreNormBlock, with a norm after each branch too, before it is added."""
 
-    def __init__(self, hidden: int, spec: BlockSpec, backend: AttentionBackend, rope: int | None) -> None:
-        super().__init__(hidden, spec, backend, rope)
+    def __init__(self, hidden: int, spec: BlockSpec, attention: nn.Module) -> None:
+        super().__init__(hidden, spec, attention)
         self.attention_out_norm = build_norm(hidden, spec.norm)
         self.mlp_out_norm = build_norm(hidden, spec.norm)
 
@@ -102,11 +102,39 @@ class LayerMix(nn.Module):
 _BLOCKS = {"post": PostNormBlock, "post_twice": PostTwiceNormBlock, "pre": PreNormBlock, "sandwich": SandwichBlock}
 
 
+class LayerStack(nn.Module):
+    """Embedding layer, blocks and final norm: what encoders and decoders share.
+
+    `make_attention` builds a block's attention from its spec and the place of its rope among `Places.ropes`.
+    """
+
+    def __init__(self, spec: EncoderSpec, make_attention: Callable[[AttentionSpec, int | None], nn.Module]) -> None:
+        super().__init__()
+        self.spec = spec
+        self.embeddings = Embeddings(spec.embedding, spec.hidden)
+        kinds = list(dict.fromkeys(a.rope for a in spec.attentions if a.rope is not None))
+        self.ropes = nn.ModuleList(RopeTable(rope, spec.usable_length) for rope in kinds)
+        self.blocks = nn.ModuleDict()
+        for block in spec.blocks:
+            rope = kinds.index(block.attention.rope) if block.attention.rope is not None else None
+            attention = make_attention(block.attention, rope)
+            self.blocks[block.name] = _BLOCKS[block.arrangement](spec.hidden, block, attention)
+        self.final_norm = build_norm(spec.hidden, spec.final_norm) if spec.final_norm is not None else nn.Identity()
+
+    def embed_tokens(self, ids: Tensor) -> Tensor:
+        """The seam: int [T] → [T, W], what `embeds` callers must pass for these ids."""
+        return self.embeddings.look_up(ids)
+
+    def turns(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
+        """Cosines and sines of each rope of the model, for int32 [T]."""
+        return tuple(rope(positions) for rope in self.ropes)
+
+
 @supports_torch_compile(
     entry_points=("forward_ids", "forward_embeds", "forward_ids_keyed", "forward_embeds_keyed"),
     dynamic_first_dim=("ids", "positions", "segments", "cu_seqlens", "keys", "embeds", "is_embed"),
 )
-class Encoder(nn.Module):
+class Encoder(LayerStack):
     """A bidirectional encoder over packed sequences, without padding and without a KV cache.
 
     All entry points return the token states, [T, D]: those of the last layer, or the mean of several layers' that
@@ -118,21 +146,12 @@ class Encoder(nn.Module):
     """
 
     def __init__(self, spec: EncoderSpec, backend: AttentionBackend) -> None:
-        super().__init__()
-        self.spec = spec
-        self.embeddings = Embeddings(spec.embedding, spec.hidden)
-        kinds = list(dict.fromkeys(a.rope for a in spec.attentions if a.rope is not None))
-        self.ropes = nn.ModuleList(RopeTable(rope, spec.usable_length) for rope in kinds)
+        super().__init__(spec, lambda attention, rope: build_attention(spec.hidden, attention, backend, rope))
         first = spec.attentions[0]
         assert all(a.distance == first.distance for a in spec.attentions), "layers share what they know of distances"
         self.distance = (
             build_distance(first.distance, spec.hidden, first.heads, spec.usable_length) if first.distance else None
         )
-        self.blocks = nn.ModuleDict()
-        for block in spec.blocks:
-            rope = kinds.index(block.attention.rope) if block.attention.rope is not None else None
-            self.blocks[block.name] = _BLOCKS[block.arrangement](spec.hidden, block, backend, rope)
-        self.final_norm = build_norm(spec.hidden, spec.final_norm) if spec.final_norm is not None else nn.Identity()
         self.mix = LayerMix(spec.mix) if spec.mix is not None else None
 
     def forward_ids(
@@ -176,10 +195,6 @@ class Encoder(nn.Module):
         x_TD = self.embeddings.from_embeds(embeds, is_embed, ids, positions, segments)
         return self._layers(x_TD, positions, cu_seqlens, max_len, keys)
 
-    def embed_tokens(self, ids: Tensor) -> Tensor:
-        """The seam: int [T] → [T, W], what `embeds` callers must pass for these ids."""
-        return self.embeddings.look_up(ids)
-
     def _layers(
         self, x_TD: Tensor, positions: Tensor, cu_seqlens: Tensor, max_len: Tensor, keys: Tensor | None = None
     ) -> Tensor:
@@ -187,7 +202,7 @@ class Encoder(nn.Module):
         places = Places(
             cu_seqlens=cu_seqlens,
             max_len=max_len,
-            ropes=tuple(rope(positions) for rope in self.ropes),
+            ropes=self.turns(positions),
             distance=self.distance() if self.distance is not None else none,
             bucket_of=self.distance.bucket_of if isinstance(self.distance, DistanceTable) else none,
             keys=keys,

@@ -1,0 +1,148 @@
+"""A request: its prompt, what was generated, and where its keys and values are."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from toolkit.decoding.kvcache import page_digest
+from toolkit.decoding.sampling import SamplingParams
+from toolkit.inputs import Row
+
+__all__ = ["Request", "Share"]
+
+
+@dataclass(kw_only=True, eq=False)
+class Request:
+    """A sequence that grows.
+
+    Attributes:
+        number: in the order of arrival.
+        row: the prompt.
+        params: how it is continued.
+        random: its own random numbers.
+        tokens: the ids of prompt and result; zero for tokens given as embeddings.
+        length: how many of `tokens` are there.
+        computed: how many of them have their keys and values in the cache.
+        pages: the numbers of its pages.
+        lane: its row of the page tables, None while it waits.
+        finished: why it ended; empty while it goes on.
+    """
+
+    number: int
+    row: Row
+    params: SamplingParams
+    random: np.random.Generator
+    tokens: np.ndarray
+    length: int
+    computed: int = 0
+    pages: list[int] = field(default_factory=list)
+    lane: int | None = None
+    finished: str = ""
+    digests: list[bytes] = field(default_factory=list)
+    published: int = 0
+
+    @classmethod
+    def of(cls, number: int, row: Row, params: SamplingParams) -> "Request":
+        """A new request."""
+        tokens = np.zeros(len(row) + params.max_new_tokens, np.int32)
+        tokens[: len(row)] = row.ids
+        return cls(
+            number=number,
+            row=row,
+            params=params,
+            random=np.random.Generator(np.random.Philox(params.seed)),
+            tokens=tokens,
+            length=len(row),
+        )
+
+    @property
+    def pending(self) -> int:
+        """How many known tokens are not computed yet; never 0 while it goes on."""
+        return self.length - self.computed
+
+    @property
+    def generated(self) -> np.ndarray:
+        """The ids generated so far."""
+        return self.tokens[len(self.row) : self.length]
+
+    def append(self, token: int) -> None:
+        """Add a generated token."""
+        self.tokens[self.length] = token
+        self.length += 1
+
+    def digest(self, number: int, page: int) -> bytes:
+        """What identifies page `number` of the sequence, for pages of `page` tokens; it must be full."""
+        while len(self.digests) <= number:
+            start = len(self.digests) * page
+            stop = start + page
+            assert stop <= self.length
+            pieces = self.embeds_between(start, stop)
+            selector, values = None, b""
+            if pieces:
+                selector = np.zeros(page, np.bool_)
+                for begin, piece in pieces:
+                    selector[begin : begin + len(piece)] = True
+                values = b"".join(_bytes(piece) for _, piece in pieces)
+            before = self.digests[-1] if self.digests else b""
+            self.digests.append(page_digest(before, self.tokens[start:stop], selector, values))
+        return self.digests[number]
+
+    def embeds_between(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
+        """What of the prompt's embeddings falls into a range: (place from its start on, embeddings)."""
+        found: list[tuple[int, Tensor]] = []
+        for begin, values in self.row.embeds:
+            low, high = max(begin, start), min(begin + len(values), stop)
+            if low < high:
+                found.append((low - start, values[low - begin : high - begin]))
+        return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """A request's part in a step: its next `count` tokens."""
+
+    request: Request
+    count: int
+
+    @property
+    def start(self) -> int:
+        """The first token's place in the sequence."""
+        return self.request.computed
+
+    @property
+    def stop(self) -> int:
+        """The place behind the last token."""
+        return self.request.computed + self.count
+
+    @property
+    def lane(self) -> int:
+        """The row of the page tables."""
+        assert self.request.lane is not None
+        return self.request.lane
+
+    @property
+    def ids(self) -> np.ndarray:
+        """int32 [count]."""
+        return self.request.tokens[self.start : self.stop]
+
+    @property
+    def pages(self) -> np.ndarray:
+        """The numbers of the sequence's pages."""
+        return np.array(self.request.pages, np.int32)
+
+    @property
+    def embeds(self) -> Sequence[tuple[int, Tensor]]:
+        """(place among these tokens, embeddings)."""
+        return self.request.embeds_between(self.start, self.stop)
+
+    @property
+    def completes(self) -> bool:
+        """Whether nothing is pending after this step, so that its last logits say how the sequence goes on."""
+        return self.count == self.request.pending
+
+
+def _bytes(values: Tensor) -> bytes:
+    return values.contiguous().view(torch.uint8).cpu().numpy().tobytes()

@@ -1,0 +1,268 @@
+"""Run a converted decoder: inputs → requests → steps → tokens and text."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from toolkit.artifact import Artifact
+from toolkit.attention.paged import choose_paged_backend
+from toolkit.compile import Sizes
+from toolkit.decoding.batch import EmbedsStep, StepBatch
+from toolkit.decoding.cache import CacheOptions, bytes_per_page, count_pages
+from toolkit.decoding.chat import ChatTemplate, Message
+from toolkit.decoding.engine import Engine, Event
+from toolkit.decoding.kvcache import PagePool, PageTables
+from toolkit.decoding.ladder import StepLadder
+from toolkit.decoding.results import Chunk, Generation, Logprobs
+from toolkit.decoding.sampling import SamplingParams
+from toolkit.decoding.scheduler import Scheduler
+from toolkit.decoding.text import TextStream
+from toolkit.errors import InputError
+from toolkit.executor import RunnerStats
+from toolkit.inputs import Row, TokenIds, check_row
+from toolkit.loaded import Loaded
+from toolkit.nn.decoder import StepOutput, build_decoder
+from toolkit.rows import Input, read_rows
+from toolkit.tokenizer import TextEncoder
+
+__all__ = ["DecoderRunner", "DecoderStats"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecoderStats(RunnerStats):
+    """What a decoder's runner did so far, besides what RunnerStats counts.
+
+    Attributes:
+        steps: forward passes.
+        prompt_tokens, cached_tokens: tokens of requests that were taken in, and how many of them the prefix cache had.
+        preemptions: how often a request had to give its pages to an earlier one.
+        pages, free_pages: of the cache.
+    """
+
+    steps: int
+    prompt_tokens: int
+    cached_tokens: int
+    preemptions: int
+    pages: int
+    free_pages: int
+
+
+class DecoderRunner(Loaded[StepOutput]):
+    """A loaded decoder. Made by `toolkit.load`.
+
+    An input is a text, a `TokenIds`, a `PromptEmbeds` or a `MixedPrompt`; one call may mix all four. `engine` takes
+    requests one by one, for those who serve.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        *,
+        device: torch.device,
+        mode: str,
+        attention: str,
+        batch_tokens: int | None,
+        cache: CacheOptions,
+    ) -> None:
+        manifest = artifact.manifest
+        name, backend = choose_paged_backend(manifest.spec.attentions, device, artifact.dtype, attention)
+        self.model = build_decoder(manifest.spec, manifest.head, backend)
+        super().__init__(artifact, self.model, None, device=device, mode=mode, attention=name)
+        self.model.head.tie(self.model.embeddings.token.weight)
+        file = artifact.folder / "tokenizer.json"
+        self._texts = TextEncoder(file, manifest.tokenizer, self.limits, truncate=False)
+        lanes = cache.requests or (256 if device.type == "cuda" else 16)
+        step_tokens = max(batch_tokens or (8192 if device.type == "cuda" else 512), lanes)
+        of_one = -(-manifest.usable_length // cache.page)
+        size = bytes_per_page(manifest.spec, cache.page, artifact.dtype)
+        pages = cache.pages or count_pages(cache, size, most=of_one * lanes, device=device)
+        tables = PageTables(lanes, min(of_one, pages), device)
+        self.model.attach_cache(pages, cache.page, tables.tensor)
+        # On a CPU nothing is lost when the compiler knows nothing of sizes, and one token alone is one row's work.
+        sizes, smallest = (Sizes.MANY, 2) if mode == "graph" and device.type == "cuda" else (Sizes.ANY, 1)
+        self._executor = self._make_executor(
+            _step(self._entry_point("forward_ids", sizes)),
+            _step(self._entry_point("forward_embeds", sizes)),
+            StepLadder(step_tokens=step_tokens, sequences=lanes, smallest=smallest),
+            (StepBatch, EmbedsStep),
+        )
+        scheduler = Scheduler(
+            PagePool(pages, caching=cache.prefix_caching),
+            tables,
+            page=cache.page,
+            step_tokens=step_tokens,
+            chunked=cache.chunked_prefill,
+        )
+        self.engine = Engine(
+            self._executor,
+            scheduler,
+            limits=self.limits,
+            hidden=manifest.spec.hidden,
+            position_start=manifest.spec.embedding.position_start,
+            ends=manifest.ends,
+            head=self.model.head.per_token,
+            device=device,
+        )
+
+    def generate(
+        self, inputs: Input | Sequence[Input], max_new_tokens: int = 128, temperature: float = 0.0, **settings: Any
+    ) -> list[Generation]:
+        """Continue inputs; all of them run together, and each result is what the input alone would give.
+
+        Args:
+            inputs: one input or a sequence of them. Texts get the special tokens that the tokenizer adds.
+            max_new_tokens: at most so many tokens are generated for each.
+            temperature: 0 takes the likeliest token; above, tokens are drawn.
+            settings: `top_k`, `top_p`, `min_p`, `repetition_penalty`, `seed`, `stop`, `stop_token_ids`, `ignore_eos`,
+                `logprobs`, `prompt_logprobs`: see `toolkit.SamplingParams`.
+
+        Returns:
+            In the order of the inputs.
+
+        Raises:
+            InputError: an input or a setting is not acceptable, or an input can never fit.
+        """
+        params = _params(max_new_tokens, temperature, settings)
+        rows = self.rows(inputs)
+        collected = [_Collector(row, params) for row in rows]
+        for index, event, chunk in self._events(rows, params):
+            collected[index].add(event, chunk)
+        return [collector.result() for collector in collected]
+
+    def stream(
+        self, inputs: Input | Sequence[Input], max_new_tokens: int = 128, temperature: float = 0.0, **settings: Any
+    ) -> Iterator[Chunk]:
+        """Like `generate`, as the text comes. Closing the iterator cancels what is not finished."""
+        params = _params(max_new_tokens, temperature, settings)
+        rows = self.rows(inputs)
+        for row in rows:
+            self.engine.check(row, params)
+        return (chunk for _, _, chunk in self._events(rows, params))
+
+    def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> TokenIds:
+        """A conversation as the input that the artifact's chat template makes of it.
+
+        Args:
+            messages: each with `role` ("system", "user", "assistant") and `content`.
+            variables: what else the template looks at.
+
+        Raises:
+            UnsupportedError: the artifact has no chat template.
+            InputError: the template refuses the messages.
+        """
+        text = ChatTemplate(self.artifact.folder).render(messages, **variables)
+        return TokenIds(self._texts.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    def token_states(self, inputs: Input | Sequence[Input]) -> list[Tensor]:
+        """The states of each input's tokens, behind the final norm: [tokens, hidden] each, on the CPU.
+
+        Raises:
+            InputError: an input is not acceptable, or requests are running.
+        """
+        return self.engine.states(self.rows(inputs))
+
+    def logits(self, inputs: Input | Sequence[Input]) -> list[Tensor]:
+        """The logits behind each input's tokens: [tokens, vocabulary] each, in the model's dtype, on the CPU."""
+        with torch.inference_mode():
+            return [self.model.head.per_token(x.to(self.device)).cpu() for x in self.token_states(inputs)]
+
+    def rows(self, inputs: Input | Sequence[Input]) -> list[Row]:
+        """Tokenize and check, in the caller's order."""
+        return read_rows(inputs, "", self._texts, self.limits).all()
+
+    def warm_up(self) -> None:
+        """Compile and capture ahead of the first request, for batches of token ids."""
+        if self.graphs is not None:
+            self.graphs.warm_up()
+        else:
+            self.engine.states([check_row(TokenIds([0]), self.limits, "warm-up")])
+
+    @property
+    def stats(self) -> DecoderStats:
+        """A snapshot of the counters."""
+        scheduler = self.engine.scheduler
+        return DecoderStats(
+            **self._counters(), **vars(scheduler.stats), pages=scheduler.pool.pages, free_pages=scheduler.pool.free
+        )
+
+    def _events(self, rows: list[Row], params: SamplingParams) -> Iterator[tuple[int, Event, Chunk]]:
+        """Run rows to their end: (index, what happened, what became certain of the text)."""
+        for row in rows:
+            self.engine.check(row, params)
+        index_of = {self.engine.add(row, params): index for index, row in enumerate(rows)}
+        texts = [TextStream(self._texts.tokenizer, params.stop) for _ in rows]
+        left = set(index_of)
+        try:
+            while left:
+                for event in self.engine.step():
+                    if event.number not in left:
+                        continue  # of another caller
+                    index, text = index_of[event.number], texts[index_of[event.number]]
+                    piece = text.push(event.token) if event.token is not None else ""
+                    if text.stopped:
+                        self.engine.cancel(event.number, "stop")
+                        event = replace(event, finished="stop")
+                    if event.finished:
+                        left.discard(event.number)
+                        piece += text.finish()
+                    reason: Any = event.finished or None
+                    yield index, event, Chunk(index=index, text=piece, token_id=event.token, finish_reason=reason)
+        finally:
+            for number in left:
+                self.engine.cancel(number)
+
+
+class _Collector:
+    """The events of one input, as its Generation."""
+
+    def __init__(self, row: Row, params: SamplingParams) -> None:
+        self._prompt_tokens, self._params = len(row), params
+        self._tokens: list[int] = []
+        self._text: list[str] = []
+        self._logprobs = Logprobs(chosen=[], top=[])
+        self._prompt_logprobs = Logprobs(chosen=[], top=[])
+        self._reason: Any = "cancelled"
+
+    def add(self, event: Event, chunk: Chunk) -> None:
+        self._text.append(chunk.text)
+        if event.token is not None:
+            self._tokens.append(event.token)
+        known = [] if event.logprob is None else [event.logprob]
+        for into, found in ((self._logprobs, known), (self._prompt_logprobs, event.prompt_logprobs)):
+            into.chosen.extend(own for own, _ in found)
+            into.top.extend(tops for _, tops in found)
+        self._reason = event.finished or self._reason
+
+    def result(self) -> Generation:
+        return Generation(
+            token_ids=self._tokens,
+            text="".join(self._text),
+            logprobs=self._logprobs if self._params.logprobs is not None else None,
+            prompt_logprobs=self._prompt_logprobs if self._params.prompt_logprobs is not None else None,
+            finish_reason=self._reason,
+            prompt_tokens=self._prompt_tokens,
+        )
+
+
+def _params(max_new_tokens: int, temperature: float, settings: dict[str, Any]) -> SamplingParams:
+    known = SamplingParams.__dataclass_fields__
+    unknown = next((name for name in settings if name not in known), None)
+    if unknown is not None:
+        raise InputError(f"{unknown!r} is no setting of generate; there are {', '.join(known)}")
+    for name in ("stop", "stop_token_ids"):
+        value = settings.get(name, ())
+        settings[name] = (value,) if isinstance(value, str | int) else tuple(value)
+    return SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, **settings)
+
+
+def _step(entry: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., StepOutput]:
+    """The entry point, and each sequence's likeliest next token."""
+
+    def run(*args: Tensor) -> StepOutput:
+        states_TD, logits_SV = entry(*args)
+        return StepOutput(states_TD, logits_SV, logits_SV.argmax(dim=-1))
+
+    return run
