@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processor
 from transformers import AutoConfig, PreTrainedTokenizerFast
 
 from toolkit.recipe import Recipe
+from toolkit.registry import all_recipes
 
 WORDS = "the quick brown fox jumps over lazy dog a b c d e f query doc text one two three".split()
 SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
@@ -144,6 +145,44 @@ def make_checkpoint(
         write_json(folder / "sentence_bert_config.json", dict(sentence_config or {}))
     if prompts is not None:
         write_json(folder / "config_sentence_transformers.json", prompts)
+    return folder
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '[CLS]' }} {{ message['content'] | trim }} {{ '[SEP]' }}{% endfor %}"
+    "{% if add_generation_prompt %} {{ '[CLS]' }}{% endif %}"
+)
+
+
+def decoder_recipes() -> list[Recipe]:
+    """Every recipe that generates."""
+    return [entry.recipe for entry in all_recipes() if "generate" in entry.recipe.all_tasks]
+
+
+def make_decoder(
+    folder: Path, recipe: Recipe, *, tied: bool | None = None, overrides: Mapping[str, Any] | None = None, seed: int = 0
+) -> Path:
+    """Write the checkpoint of a causal language model; `tied` None leaves that to the recipe's own configuration.
+
+    Skips the test where the installed transformers cannot build the model.
+    """
+    need_reference(recipe)
+    name = next(name for head in recipe.heads if "generate" in head.tasks for name in head.classes)
+    raw = {**recipe.tiny, "architectures": [name], **(overrides or {})}
+    if tied is not None:
+        raw["tie_word_embeddings"] = tied
+    torch.manual_seed(seed)
+    model: Any = getattr(transformers, name)(AutoConfig.for_model(**raw))
+    heat(model, seed)
+    head = model.get_output_embeddings()
+    if head.weight is not model.get_input_embeddings().weight:
+        with torch.no_grad():
+            head.weight.copy_(torch.randn(head.weight.shape, generator=torch.Generator().manual_seed(seed + 1)) * 0.5)
+    model.generation_config.eos_token_id = [3]
+    model.save_pretrained(folder)
+    tokenizer = make_tokenizer(segments=False)
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(folder)
     return folder
 
 

@@ -124,6 +124,8 @@ class EmbedsBatch(PackedBatch):
     is_embed: Tensor
 
 
+# Compiled code tells inference tensors from others: they are what a batch has, whatever mode the caller is in.
+@torch.inference_mode()
 def pack(rows: Sequence[Row], position_start: int, position_pad: int | None = None) -> PackedBatch:
     """Pack rows of token ids, on the CPU. Rows may be empty.
 
@@ -162,6 +164,7 @@ def joined(arrays: Sequence[np.ndarray]) -> Tensor:
     return joined
 
 
+@torch.inference_mode()
 def pack_embeds(
     rows: Sequence[Row],
     position_start: int,

@@ -156,6 +156,7 @@ BACKENDS = (
         head_dim_multiple=1,
         scores=("plain", "window", "bias", "disentangled"),
         keyed=("plain", "window"),
+        causal=("plain", "window"),
     ),
     # With fewer keys than queries the kernel's window hangs on the last key instead of on the query's own place.
     Backend(

@@ -46,6 +46,7 @@ def _attend_kernel(
     CONTENT_Q: tl.constexpr,
     CONTENT_K: tl.constexpr,
     KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -79,6 +80,8 @@ def _attend_kernel(
     if REACH >= 0:
         first = tl.maximum(block * ROWS - REACH, 0) // COLUMNS * COLUMNS
         last = tl.minimum(keyed, block * ROWS + ROWS + REACH)
+    if CAUSAL:
+        last = tl.minimum(last, block * ROWS + ROWS)
     for start in range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         there = columns < keyed
@@ -89,6 +92,8 @@ def _attend_kernel(
         valid = there[None, :]
         if REACH >= 0:
             valid = valid & (tl.abs(rows[:, None] - columns[None, :]) <= REACH)
+        if CAUSAL:
+            valid = valid & (columns[None, :] <= rows[:, None])
         if BIAS:
             place = rows[:, None] - columns[None, :] + distances // 2
             scores += tl.load(bias + head * distances + place, mask=valid & (rows < length)[:, None], other=0.0)
@@ -134,6 +139,7 @@ def launch(
     content_k_TNB: Tensor | None = None,
     bucket_of_R: Tensor | None = None,
     keys_S: Tensor | None = None,
+    causal: bool = False,
 ) -> Tensor:
     """Attend within each sequence. Heads are contiguous in q, k and v; rows and heads may be strided.
 
@@ -145,6 +151,7 @@ def launch(
         content_q_TNB, content_k_TNB: added to the scores of a query (a key), by the bucket of the distance.
         bucket_of_R: int32, the bucket of a distance.
         keys_S: int32, how many tokens at the start of each sequence are attended to; None for all.
+        causal: whether a query sees only itself and what is before it.
 
     Returns:
         [T, N, H]; rows beyond the last sequence are undefined.
@@ -191,6 +198,7 @@ def launch(
         CONTENT_Q=content_q_TNB is not None,
         CONTENT_K=content_k_TNB is not None,
         KEYS=keys_S is not None,
+        CAUSAL=causal,
         PRECISION="ieee",
         ROWS=rows,
         COLUMNS=columns,

@@ -33,10 +33,10 @@ def attend(
     causal: bool = False,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
-    assert not causal, "not yet on CUDA"
     from toolkit.attention.triton_kernel import launch
 
-    return launch(q_TNH, k_TKH, v_TKH, cu_seqlens, int(max_len.item()), scale, reach=reach, keys_S=keys_S)
+    longest = int(max_len.item())
+    return launch(q_TNH, k_TKH, v_TKH, cu_seqlens, longest, scale, reach=reach, keys_S=keys_S, causal=causal)
 
 
 @torch.library.custom_op("toolkit::triton_attention_biased", mutates_args=())

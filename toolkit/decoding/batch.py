@@ -81,6 +81,7 @@ class Piece(Protocol):
         ...
 
 
+@torch.inference_mode()
 def pack_step(
     pieces: Sequence[Piece], position_start: int, page: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> StepBatch:

@@ -89,14 +89,27 @@ class DecoderRunner(Loaded[StepOutput]):
             StepLadder(step_tokens=step_tokens, sequences=lanes, smallest=smallest),
             (StepBatch, EmbedsStep),
         )
+        self._cache, self._pages, self._tables, self.step_tokens = cache, pages, tables, step_tokens
+        self.engine = self.make_engine()
+
+    def make_engine(
+        self, *, chunked: bool | None = None, caching: bool | None = None, step_tokens: int | None = None
+    ) -> Engine:
+        """An engine over the same module and the same cache, for the place of `engine` while that has nothing to do.
+
+        Args:
+            chunked, caching: whether prompts may be spread over steps, and pages be shared; default: as loaded.
+            step_tokens: at most so many tokens in a step; default: as loaded.
+        """
+        manifest, cache = self.artifact.manifest, self._cache
         scheduler = Scheduler(
-            PagePool(pages, caching=cache.prefix_caching),
-            tables,
+            PagePool(self._pages, caching=cache.prefix_caching if caching is None else caching),
+            self._tables,
             page=cache.page,
-            step_tokens=step_tokens,
-            chunked=cache.chunked_prefill,
+            step_tokens=step_tokens or self.step_tokens,
+            chunked=cache.chunked_prefill if chunked is None else chunked,
         )
-        self.engine = Engine(
+        return Engine(
             self._executor,
             scheduler,
             limits=self.limits,
@@ -104,7 +117,7 @@ class DecoderRunner(Loaded[StepOutput]):
             position_start=manifest.spec.embedding.position_start,
             ends=manifest.ends,
             head=self.model.head.per_token,
-            device=device,
+            device=self.device,
         )
 
     def generate(

@@ -5,40 +5,30 @@ compared first, id by id, so that a difference there is not mistaken for drift.
 """
 
 import math
-import random
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from toolkit.artifact import Artifact
 from toolkit.checkpoint import open_checkpoint
 from toolkit.devices import MODES, resolve_device
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
-from toolkit.inputs import MixedPrompt, PromptEmbeds, RowInput, TokenIds
+from toolkit.loaded import Loaded
 from toolkit.modules import read_modules
+from toolkit.parity.cases import PATHS, make_cases
+from toolkit.parity.decoding import DecoderChecks
 from toolkit.parity.references import TransformersReference
 from toolkit.parity.report import Cell, ParityReport
 from toolkit.parity.rule import TOLERANCES, bound, max_abs
 from toolkit.parity.texts import TextChecks, in_company
-from toolkit.runner import Runner, load
+from toolkit.runner import load
 from toolkit.spec import EncoderSpec
 from toolkit.toolchain import why_no_compiler
 from toolkit.versions import library_versions
 
 __all__ = ["find_source", "verify", "verify_folder"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Case:
-    """One sequence: what we are given, and the ids or embeddings that mean the same to the reference."""
-
-    name: str
-    given: RowInput
-    same: list[int] | Tensor
-    segments: list[int] | None
 
 
 def verify(
@@ -112,7 +102,9 @@ def verify_folder(
     mix = _mix_folder(checkpoint) if artifact.manifest.spec.mix is not None else None
     exact = TransformersReference(checkpoint, torch.float64, torch.device("cpu"), name=name, mix=mix)
     same = TransformersReference(checkpoint, dtype, where, name=name, mix=mix)
-    cases = {path: _cases(artifact, exact, path) for path in ("ids", "embeds", "mixed")}
+    spec = artifact.manifest.spec
+    lengths = _lengths(_longest(spec))
+    cases = {path: make_cases(spec, dtype, exact.table, path, lengths) for path in PATHS}
     on_stage("running transformers on the cases")
     expected = {path: [exact.states(c.same, c.segments) for c in cases[path]] for path in cases}
     actual = {path: [same.states(c.same, c.segments) for c in cases[path]] for path in cases}
@@ -121,13 +113,14 @@ def verify_folder(
     states_bound = bound(dtype, states_error, every)
 
     on_stage("running the reference on the texts")
-    texts = TextChecks(artifact, checkpoint, where, longest)
+    generates = artifact.manifest.task == "generate"
+    texts: Any = (DecoderChecks if generates else TextChecks)(artifact, checkpoint, where, longest)
 
     cells: list[Cell] = []
     different: list[str] = []
     for mode in chosen:
         on_stage(f"checking mode {mode}" + (" (compiles first)" if mode != "eager" else ""))
-        runner = load(folder, device=str(where), mode=mode)
+        runner = load(folder, device=str(where), mode=mode, **texts.options)
         if mode == chosen[0]:
             different = texts.tokenizer_differences(runner)
         for path, members in cases.items():
@@ -169,7 +162,7 @@ def _mix_folder(checkpoint: Path) -> str:
     return next(folder for kind, folder in modules if kind == "WeightedLayerPooling")
 
 
-def _escapes(runner: Runner) -> Cell:
+def _escapes(runner: Loaded[Any]) -> Cell:
     """Batches that ran outside of a graph, and recompiles: none is allowed, or a mode was checked that did not run."""
     stats = runner.stats
     served = runner.graphs is None or stats.graph_hits > 0 < stats.embeds_graph_hits
@@ -201,42 +194,28 @@ def _choose_modes(modes: Sequence[str] | None, device: torch.device) -> tuple[li
 
 
 def _longest(spec: EncoderSpec) -> int:
-    """The longest sequence for which the reference's float64 attention stays within some 2 GiB for a layer."""
+    """The longest sequence that the reference's float64 run on a CPU can take in reasonable memory and time.
+
+    Within some 2 GiB for a layer's attention, and some minute or two of products for all cases together.
+    """
     heads = max(attention.heads for attention in spec.attentions)
-    copies = 3
-    return min(spec.usable_length, math.isqrt(2**31 // (copies * heads * torch.float64.itemsize)))
+    by_memory = math.isqrt(2**31 // (3 * heads * torch.float64.itemsize))
+    by_time = 2**39 // (10 * _products(spec))
+    return min(spec.usable_length, by_memory, max(by_time, 64))
+
+
+def _products(spec: EncoderSpec) -> int:
+    """Multiplications by weights that a token takes, roughly."""
+    blocks = {block.name: block for block in spec.blocks}
+    total = 0
+    for name in spec.schedule:
+        attention, mlp = blocks[name].attention, blocks[name].mlp
+        total += spec.hidden * attention.head_dim * 2 * (attention.heads + attention.kv_heads)
+        total += spec.hidden * mlp.width * (2 if mlp.gate == "none" else 3)
+    return total
 
 
 def _lengths(limit: int) -> list[int]:
     """1, 2, limit - 1, limit, and a spread between them."""
     spread = {max(1, round(limit * share)) for share in (0.02, 0.05, 0.1, 0.25, 0.6)}
     return sorted(length for length in {1, 2, limit - 1, limit} | spread if 1 <= length <= limit)
-
-
-def _cases(artifact: Artifact, exact: TransformersReference, path: str) -> list[_Case]:
-    """Random ids, segments and embeddings from a fixed seed, for every length."""
-    spec, draw = artifact.manifest.spec, random.Random(path)
-    noise = torch.Generator().manual_seed(draw.randrange(2**31))
-    cases: list[_Case] = []
-    for length in _lengths(_longest(spec)):
-        ids = [draw.randrange(spec.embedding.vocab_size) for _ in range(length)]
-        segments = [draw.randrange(max(spec.embedding.segments, 1)) for _ in range(length)]
-        theirs = segments if spec.embedding.segments else None
-        rows = exact.table(ids)
-        jitter = torch.randn(rows.shape, generator=noise, dtype=rows.dtype) * rows.std()
-        free = (rows + 0.5 * jitter).to(artifact.dtype)  # what the caller passes, exactly representable
-        if path == "ids":
-            given, same = TokenIds(ids, segments), ids
-        elif path == "embeds":
-            given, same = PromptEmbeds(free, segments), free.double()
-        else:
-            a, b = sorted(draw.sample(range(length + 1), 2)) if length > 1 else (0, 1)
-            parts: list[TokenIds | PromptEmbeds] = []
-            if a > 0:
-                parts.append(TokenIds(ids[:a], segments[:a]))
-            parts.append(PromptEmbeds(free[a:b], segments[a:b]))
-            if b < length:
-                parts.append(TokenIds(ids[b:], segments[b:]))
-            given, same = MixedPrompt(parts), torch.cat([rows[:a], free[a:b].double(), rows[b:]])
-        cases.append(_Case(name=f"{length} tokens", given=given, same=same, segments=theirs))
-    return cases

@@ -13,6 +13,7 @@ from toolkit.errors import MissingDependencyError, ParityError, UnsupportedError
 from toolkit.multivector import Kind
 
 __all__ = [
+    "CausalReference",
     "ClassifierReference",
     "CrossEncoderReference",
     "MultiVectorReference",
@@ -130,6 +131,63 @@ class TransformersReference:
                     self.model(**batch)
 
         return run
+
+
+class CausalReference:
+    """transformers' causal language model in one dtype, with its plain eager attention, one sequence at a time."""
+
+    def __init__(self, root: Path, dtype: torch.dtype, device: torch.device) -> None:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
+        with quiet():
+            self._model: Any = AutoModelForCausalLM.from_pretrained(
+                str(root), dtype=dtype, attn_implementation="eager", **options
+            )
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(str(root), **options)
+        self._model.to(device).eval()
+        self._device, self._dtype = device, dtype
+
+    def table(self, ids: Sequence[int]) -> Tensor:
+        """The model's own embedding of token ids: [tokens, width]."""
+        with torch.inference_mode():
+            return self._model.get_input_embeddings()(torch.tensor(ids, device=self._device))
+
+    def ids(self, text: str) -> list[int]:
+        """A text's token ids."""
+        return self._tokenizer(text)["input_ids"]
+
+    def chat(self, messages: Sequence[Mapping[str, str]]) -> list[int] | None:
+        """A conversation's token ids, the beginning of the answer included; None without a chat template."""
+        if not self._tokenizer.chat_template:
+            return None
+        options = {"add_generation_prompt": True, "tokenize": True, "return_dict": True}
+        return self._tokenizer.apply_chat_template(list(messages), **options)["input_ids"]
+
+    def logits(self, given: Sequence[int] | Tensor) -> Tensor:
+        """The logits behind each token of a sequence of ids or embeddings: [tokens, vocabulary], on the CPU."""
+        with torch.inference_mode():
+            return self._model(**self._inputs(given), use_cache=False).logits[0].cpu()
+
+    def greedy(self, given: Sequence[int] | Tensor, count: int) -> tuple[list[int], list[float]]:
+        """`generate` without sampling and without end: `count` tokens, and how far each is ahead of the next likely."""
+        plain = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0, "repetition_penalty": 1.0}
+        with torch.inference_mode():
+            output = self._model.generate(
+                **self._inputs(given),
+                max_new_tokens=count,
+                output_logits=True,
+                return_dict_in_generate=True,
+                **plain,
+            )
+        best = [step[0].double().topk(2).values for step in output.logits]
+        return output.sequences[0, -count:].tolist(), [float(two[0] - two[1]) for two in best]
+
+    def _inputs(self, given: Sequence[int] | Tensor) -> dict[str, Tensor]:
+        mask = torch.ones(1, len(given), dtype=torch.long, device=self._device)
+        if isinstance(given, Tensor):
+            return {"inputs_embeds": given.to(self._device, self._dtype)[None], "attention_mask": mask}
+        return {"input_ids": torch.tensor([list(given)], device=self._device), "attention_mask": mask}
 
 
 def _need_sentence_transformers() -> None:

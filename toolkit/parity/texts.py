@@ -1,7 +1,7 @@
 """Texts (or pairs of texts) through the whole pipeline, compared with the library that serves such checkpoints."""
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +23,9 @@ from toolkit.parity.report import Cell
 from toolkit.parity.rule import bound, max_abs
 from toolkit.runner import Runner
 
-__all__ = ["TextChecks", "in_company"]
+__all__ = ["SENTENCES", "TextChecks", "in_company"]
 
-_SENTENCES = (
+SENTENCES = (
     "",
     "a",
     "Hello world",
@@ -58,6 +58,8 @@ def in_company(run: Callable[[list[Any]], list[Tensor]], inputs: list[Any], comp
 
 class TextChecks:
     """What the reference makes of the texts, exactly and in the artifact's dtype, and the comparison with ours."""
+
+    options: Mapping[str, Any] = {}  # of loading
 
     def __init__(self, artifact: Artifact, checkpoint: Path, device: torch.device, longest: int) -> None:
         manifest = artifact.manifest
@@ -154,11 +156,11 @@ def _items(task: str, limit: int, longest: int) -> Sequence[Any]:
     around = (limit - 3, limit - 2, limit - 1, limit, 3 * limit) if limit <= longest else (longest // 2,)
     long = ("one two three " * max(around)).split()
     cut = [" ".join(long[:n]) for n in around if n > 0]
-    texts = [*_SENTENCES, *cut]
+    texts = [*SENTENCES, *cut]
     if task in ("embed", "sparse", "multi-vector"):
         return texts
     # more texts than for vectors, so that the largest error means as much
-    draw, words = random.Random(0), " ".join(_SENTENCES).split()
+    draw, words = random.Random(0), " ".join(SENTENCES).split()
     texts += [" ".join(draw.sample(words, draw.randrange(1, 12))) for _ in range(40)]
     if task == "token-classify":
         return texts
