@@ -64,7 +64,7 @@ def test_pages_that_are_known_by_their_ids_only_are_noticed(
 
 
 def test_pages_in_the_wrong_place_are_noticed(llama: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    original = request.Share.pages.fget  # type: ignore[attr-defined]
+    original: Any = request.Share.pages.fget  # type: ignore[attr-defined]
     monkeypatch.setattr(request.Share, "pages", property(lambda share: np.roll(original(share), 1)))
     assert {f"greedy tokens {way}" for way in WAYS} <= failed(*llama)
 
