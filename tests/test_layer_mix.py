@@ -36,6 +36,8 @@ RECIPES = [entry.recipe for entry in all_recipes() if entry.recipe.reference is 
 # one norm behind the layers or none, layers that share weights, a table of positions or rotary ones
 FAMILIES = ["bert", "albert", "modernbert", "t5"]
 MIX = "1_WeightedLayerPooling"
+# The library cannot mix states of different widths, and a projection makes the last ones narrower.
+UNPROJECTED: dict[str, dict[str, Any]] = {"opt": {"word_embed_proj_dim": HIDDEN}}
 
 
 def saved(folder: Path, family: str, start: int | None, *, shown: bool | None = True, **overrides: Any) -> Path:
@@ -68,7 +70,7 @@ def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
 @pytest.mark.parametrize("start", [0, 2, None])
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.model_type)
 def test_vectors_and_states_equal_sentence_transformers(recipe: Recipe, start: int | None, tmp_path: Path) -> None:
-    folder = saved(tmp_path, recipe.model_type, start)
+    folder = saved(tmp_path, recipe.model_type, start, **UNPROJECTED.get(recipe.model_type, {}))
     runner = load(folder)
     assert_close(runner.embed(TEXTS), encode(folder))
     theirs = reference(folder).encode(TEXTS, output_value="token_embeddings")

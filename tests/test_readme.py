@@ -7,9 +7,12 @@ from pathlib import Path
 
 import pytest
 
+import toolkit
 from benchmarks import report
 from tests.test_cli_tasks import artifacts
 from tests.test_multivector import base, load, saved
+from tests.tiny import make_decoder
+from toolkit.registry import find_recipe
 
 __all__ = ["artifacts"]  # a fixture
 
@@ -46,4 +49,9 @@ def test_python_examples_run(
         folder = tmp_path_factory.mktemp("colbert")
         out = load(saved(base(folder / "base"), folder / "saved")).artifact.folder
         code = code.replace("my-colbert-toolkit", str(out))
+    if "my-decoder-toolkit" in code:
+        folder = tmp_path_factory.mktemp("decoder")
+        make_decoder(folder / "m", find_recipe("llama").recipe, overrides={"max_position_embeddings": 400})
+        toolkit.convert(str(folder / "m"), folder / "out", verify=False)
+        code = code.replace("my-decoder-toolkit", str(folder / "out"))
     exec(compile(code, f"README example {number}", "exec"), {})

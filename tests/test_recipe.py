@@ -28,8 +28,6 @@ SIZES = """
     hidden_size num_attention_heads num_hidden_layers vocab_size max_position_embeddings type_vocab_size
     intermediate_size
 """.split()
-# What a configuration must say where the transformers class's own default is refused.
-NEEDED: Mapping[str, Mapping[str, Any]] = {"gemma3_text": {"use_bidirectional_attention": True}}
 
 each_recipe = pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.label)
 
@@ -58,7 +56,7 @@ def numbers_read(recipe: Recipe) -> list[str]:
 
 def bare(recipe: Recipe) -> dict[str, Any]:
     """The smallest configuration that the recipe serves."""
-    return {"model_type": recipe.model_type, **recipe.when, **NEEDED.get(recipe.model_type, {})}
+    return {"model_type": recipe.model_type, **recipe.when}
 
 
 def defaults(recipe: Recipe) -> dict[str, Any]:

@@ -24,7 +24,7 @@ HEADS = [
     (entry.recipe, head.classes[0], head.tasks)
     for entry in all_recipes()
     for head in entry.recipe.heads
-    if why_no_reference(entry.recipe) is None
+    if why_no_reference(entry.recipe) is None and "generate" not in head.tasks
 ]
 
 

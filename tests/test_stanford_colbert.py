@@ -60,7 +60,7 @@ def stanford(
     """A heated checkpoint of the layout; its vocabulary has both markers, and a full stop."""
     with_words(base(folder, recipe, **options), "[unused0]", "[unused1]", ".")
     weights = {prefix + name: tensor for name, tensor in load_file(folder / "model.safetensors").items()}
-    hidden = recipe.read_config(json.loads((folder / "config.json").read_text()))[0].hidden
+    hidden = recipe.read_config(json.loads((folder / "config.json").read_text()))[0].state_width
     weights["linear.weight"] = 0.2 * torch.randn(16, hidden, generator=torch.Generator().manual_seed(1))
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     edit_json(folder / "config.json", architectures=["HF_ColBERT"])

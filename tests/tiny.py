@@ -25,10 +25,10 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
 # What parts of parameters' names are called across the families.
-QUERY_KEY = re.compile(r"query|key|q_proj|k_proj|q_lin|k_lin|Wqkv|qkv|\.(q|k)\.|(q|k)_norm")
-MLP_IN = re.compile(r"intermediate|lin1|ffn\.|\.wi|\.Wi|fc1|gate_proj|up_proj|up_gate|gated_layers")
-TABLE = re.compile(r"embed|emb|shared|relative_attention_bias")
-NORM = re.compile(r"norm|emb_ln|_ln\b", re.IGNORECASE)
+QUERY_KEY = re.compile(r"query|key|q_proj|k_proj|q_lin|k_lin|Wqkv|qkv|c_attn|\.(q|k)\.|(q|k)_norm")
+MLP_IN = re.compile(r"intermediate|lin1|ffn\.|\.wi|\.Wi|fc1|gate_proj|up_proj|up_gate|gated_layers|c_fc|h_to_4h")
+TABLE = re.compile(r"embed|emb|shared|relative_attention_bias|wte|wpe")
+NORM = re.compile(r"norm|emb_ln|_ln\b|\bln_", re.IGNORECASE)
 
 
 def heat(model: torch.nn.Module, seed: int = 0) -> None:
@@ -127,7 +127,7 @@ def make_checkpoint(
     model = build_model(recipe, config)
     heat(model, seed)
     model.save_pretrained(folder)
-    (tokenizer or make_tokenizer()).save_pretrained(folder)
+    (tokenizer or make_tokenizer(segments=not recipe.segments_refused)).save_pretrained(folder)
     if pooling is not None:
         library = "sentence_transformers.models."
         modules = [("", "Transformer"), ("1_Pooling", "Pooling"), ("2_Normalize", "Normalize")][: 3 if normalize else 2]
@@ -138,9 +138,10 @@ def make_checkpoint(
                 for k, (path, kind) in enumerate(modules)
             ],
         )
+        width = getattr(config, "word_embed_proj_dim", config.hidden_size)  # OPT's states are as wide as its table
         write_json(
             folder / "1_Pooling" / "config.json",
-            {"word_embedding_dimension": config.hidden_size, f"pooling_mode_{POOLING_KEYS[pooling]}": True},
+            {"word_embedding_dimension": width, f"pooling_mode_{POOLING_KEYS[pooling]}": True},
         )
         write_json(folder / "sentence_bert_config.json", dict(sentence_config or {}))
     if prompts is not None:
@@ -212,7 +213,7 @@ def edit_json(file: Path, **changes: Any) -> None:
     write_json(file, data)
 
 
-def add_layer_mix(folder: Path, weights: list[float]) -> None:
+def add_layer_mix(folder: Path, weights: list[float], width: int = 40) -> None:
     """Put a WeightedLayerPooling that starts at depth 1 between the model and the pooling of a checkpoint."""
     kinds = [("", "Transformer"), ("1_Mix", "WeightedLayerPooling"), ("1_Pooling", "Pooling")]
     modules = [
@@ -220,7 +221,7 @@ def add_layer_mix(folder: Path, weights: list[float]) -> None:
         for k, (path, kind) in enumerate(kinds)
     ]
     write_json(folder / "modules.json", modules)
-    options = {"word_embedding_dimension": 40, "num_hidden_layers": len(weights), "layer_start": 1}
+    options = {"word_embedding_dimension": width, "num_hidden_layers": len(weights), "layer_start": 1}
     write_json(folder / "1_Mix" / "config.json", options)
     save_file({"layer_weights": torch.tensor(weights)}, folder / "1_Mix" / "model.safetensors")
     edit_json(folder / "config.json", output_hidden_states=True)

@@ -6,17 +6,17 @@ Results go to standard output, progress and errors to standard error. Exit statu
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
 from toolkit import __version__
+from toolkit.cli_generate import generate
+from toolkit.console import AsJson, Device, Mode, OutFolder, TextFile, err, print_json, run_on, stages
+from toolkit.console import out as screen
 from toolkit.errors import InputError, ParityError, ToolkitError
 from toolkit.lines import pairs_of, read_lines, similarity_table
 
@@ -31,19 +31,6 @@ app = typer.Typer(
     help="Convert Hugging Face checkpoints into compiled, graph-captured modules whose numbers are proven.",
     epilog="Exit status: 0 done, 1 parity failed, 2 unsupported, bad input or bad checkpoint.",
 )
-_out = Console()
-_err = Console(stderr=True)
-
-AsJson = Annotated[bool, typer.Option("--json", help="Print the result as JSON on standard output.")]
-Device = Annotated[str, typer.Option(help="auto, cpu, cuda or cuda:N.")]
-Mode = Annotated[str, typer.Option(help="eager, compile, graph, or auto for the best the device has.")]
-OutFolder = Annotated[
-    Path, typer.Argument(metavar="OUT", help="A folder that toolkit convert wrote.", show_default=False)
-]
-
-TextFile = Annotated[
-    str, typer.Argument(metavar="FILE|-", help="A UTF-8 file with one item a line; - is standard input.")
-]
 
 
 def _version(value: bool) -> None:
@@ -61,25 +48,6 @@ def _root(
     pass
 
 
-@contextmanager
-def _stages() -> Iterator[Callable[[str], None]]:
-    """Show stages as they begin: a spinner on a terminal, plain lines elsewhere; always on standard error."""
-    if not _err.is_terminal:
-        yield lambda stage: _err.print(f"· {stage}", highlight=False, markup=False, soft_wrap=True)
-        return
-    with _err.status("starting") as status:
-
-        def show(stage: str) -> None:
-            _err.print(f"· {stage}", style="dim", highlight=False, markup=False)
-            status.update(escape(stage))
-
-        yield show
-
-
-def _print_json(data: Any) -> None:
-    print(json.dumps(data, indent=2, ensure_ascii=False, default=str))
-
-
 @app.command()
 def convert(
     model: Annotated[
@@ -92,9 +60,7 @@ def convert(
     ] = None,
     task: Annotated[
         str,
-        typer.Option(
-            help="embed, sparse, multi-vector, rerank, classify, token-classify, or auto: as the checkpoint says."
-        ),
+        typer.Option(help="embed, sparse, multi-vector, rerank, classify, token-classify, generate, or auto."),
     ] = "auto",
     dtype: Annotated[str, typer.Option(help="float32, float16, bfloat16, or auto for the checkpoint's own.")] = "auto",
     device: Annotated[str, typer.Option(help="Where to verify: auto, cpu, cuda or cuda:N.")] = "auto",
@@ -116,23 +82,23 @@ def convert(
     from toolkit.conversion import convert as run
 
     try:
-        with _stages() as on_stage:
+        with stages() as on_stage:
             options: dict[str, Any] = {"normalize": normalize, "device": device, "on_stage": on_stage}
             report = run(model, out, task, dtype, not no_verify, force, revision, recipe, **options)
     except ParityError as error:
         if as_json:
-            _print_json({"out": None, "parity": error.report.to_dict()})
+            print_json({"out": None, "parity": error.report.to_dict()})
         raise
     if as_json:
-        _print_json(report.to_dict())
+        print_json(report.to_dict())
         return
     for warning in report.manifest.warnings:
-        _err.print(f"[yellow]warning[/] {escape(warning)}", highlight=False, soft_wrap=True)
+        err.print(f"[yellow]warning[/] {escape(warning)}", highlight=False, soft_wrap=True)
     if report.parity is not None:
-        _out.print(report.parity.table())
-        _out.print(report.parity.summary(), highlight=False, markup=False, soft_wrap=True)
+        screen.print(report.parity.table())
+        screen.print(report.parity.summary(), highlight=False, markup=False, soft_wrap=True)
     manifest = report.manifest
-    _out.print(
+    screen.print(
         f"[bold]{escape(str(report.out))}[/]  {manifest.model_type} · {manifest.task} · {manifest.dtype} · "
         f"{len(manifest.audit)} source tensors accounted for",
         highlight=False,
@@ -154,15 +120,15 @@ def verify(
     """Compare a converted folder with transformers and sentence-transformers. Exit status 1 on a miss."""
     from toolkit.parity import verify as run
 
-    with _stages() as on_stage:
+    with stages() as on_stage:
         report = run(out, source, device=device, modes=mode, on_stage=on_stage)
     if as_json:
-        _print_json(report.to_dict())
+        print_json(report.to_dict())
     else:
-        _out.print(report.table())
+        screen.print(report.table())
         for note in report.notes:
-            _out.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
-        _out.print(report.summary(), highlight=False, markup=False, soft_wrap=True)
+            screen.print(f"[yellow]note[/] {escape(note)}", highlight=False, soft_wrap=True)
+        screen.print(report.summary(), highlight=False, markup=False, soft_wrap=True)
     if not report.passed:
         raise typer.Exit(1)
 
@@ -204,11 +170,11 @@ def embed(
     options |= {"kind": kind or "document"} if by_token else {"truncate_dim": truncate_dim, "normalize": normalize}
     method = "multi_vectors" if by_token else "embed"
     doing = f"embedding {len(texts)} texts"
-    vectors = _run(out, device, mode, doing, lambda runner: getattr(runner, method)(texts, **options))
+    vectors = run_on(out, device, mode, doing, lambda runner: getattr(runner, method)(texts, **options))
     if similarity:
         _print_similarity(texts, vectors, as_json)
     elif as_json:
-        _print_json({"texts": texts, "vectors": [vector.tolist() for vector in vectors]})
+        print_json({"texts": texts, "vectors": [vector.tolist() for vector in vectors]})
     else:
         for vector in vectors:
             print(json.dumps(vector.tolist()))
@@ -225,9 +191,9 @@ def score(
 ) -> None:
     """Score pairs of texts, one pair a line, separated by a tab. Prints one score a line, or one JSON document."""
     pairs = pairs_of(read_lines(file), required=True)
-    scores = _run(out, device, mode, f"scoring {len(pairs)} pairs", lambda runner: runner.score(pairs, not raw))
+    scores = run_on(out, device, mode, f"scoring {len(pairs)} pairs", lambda runner: runner.score(pairs, not raw))
     if as_json:
-        _print_json({"pairs": pairs, "scores": scores.tolist()})
+        print_json({"pairs": pairs, "scores": scores.tolist()})
     else:
         for value in scores.tolist():
             print(json.dumps(value))
@@ -253,30 +219,22 @@ def classify(
                 )
                 if not place.special
             ]
-            for found in _run(out, device, mode, doing, lambda runner: runner.classify_tokens(texts))
+            for found in run_on(out, device, mode, doing, lambda runner: runner.classify_tokens(texts))
         ]
     else:
-        found = _run(out, device, mode, doing, lambda runner: runner.classify(texts))
+        found = run_on(out, device, mode, doing, lambda runner: runner.classify(texts))
         results = [
             {"predicted": labels, "probabilities": dict(zip(found.labels, row, strict=True))}
             for labels, row in zip(found.predicted, found.probabilities.tolist(), strict=True)
         ]
     if as_json:
-        _print_json({"texts": texts, "results": results})
+        print_json({"texts": texts, "results": results})
     else:
         for result in results:
             print(json.dumps(result, ensure_ascii=False))
 
 
-def _run(out: Path, device: str, mode: str, doing: str, work: Callable[[Any], Any]) -> Any:
-    """Load OUT, tell what happens, and run `work` on the runner."""
-    from toolkit.runner import load
-
-    with _stages() as on_stage:
-        on_stage(f"loading {out}")
-        runner = load(out, device=device, mode=mode)
-        on_stage(f"{doing} ({runner.mode} on {runner.device}; the first batch compiles)")
-        return work(runner)
+app.command()(generate)
 
 
 def _print_similarity(texts: list[str], vectors: Any, as_json: bool) -> None:
@@ -285,9 +243,9 @@ def _print_similarity(texts: list[str], vectors: Any, as_json: bool) -> None:
     unit = normalize(vectors)
     matrix = (unit @ unit.T).tolist()
     if as_json:
-        _print_json({"texts": texts, "similarity": matrix})
+        print_json({"texts": texts, "similarity": matrix})
         return
-    _out.print(similarity_table(texts, matrix, _out.width))
+    screen.print(similarity_table(texts, matrix, screen.width))
 
 
 @app.command()
@@ -327,7 +285,7 @@ def bench(
         raise InputError("give either a converted folder or --suite")
     if save is not None and not save.parent.is_dir():
         raise InputError(f"--save: there is no folder {save.parent}")
-    with _stages() as on_stage:
+    with stages() as on_stage:
         if suite is not None:
             if source is not None or packed_tokens is not None:
                 raise InputError("--source and --packed-tokens are for a converted folder, not for --suite")
@@ -344,10 +302,10 @@ def bench(
     if save is not None:
         save.write_text(json.dumps(result.to_dict(), indent=2) + "\n", encoding="utf-8")
     if as_json:
-        _print_json(result.to_dict())
+        print_json(result.to_dict())
     else:
         for table in result.tables():
-            _out.print(table)
+            screen.print(table)
 
 
 @app.command()
@@ -357,7 +315,7 @@ def recipes(as_json: AsJson = False) -> None:
 
     entries = all_recipes()
     if as_json:
-        _print_json(
+        print_json(
             [
                 {
                     "model_type": entry.recipe.model_type,
@@ -375,7 +333,7 @@ def recipes(as_json: AsJson = False) -> None:
         return
     for entry in entries:
         recipe = entry.recipe
-        _out.print(f"[bold]{escape(recipe.label)}[/]  {', '.join(recipe.all_tasks)}", highlight=False, soft_wrap=True)
+        screen.print(f"[bold]{escape(recipe.label)}[/]  {', '.join(recipe.all_tasks)}", highlight=False, soft_wrap=True)
         lines = {
             "attention": ", ".join(recipe.attention_kinds),
             "classes": ", ".join(recipe.all_classes),
@@ -385,7 +343,7 @@ def recipes(as_json: AsJson = False) -> None:
         }
         for name, text in lines.items():
             if text:
-                _out.print(f"    {name:10}{escape(text)}", highlight=False, soft_wrap=True)
+                screen.print(f"    {name:10}{escape(text)}", highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -395,15 +353,15 @@ def doctor(as_json: AsJson = False) -> None:
 
     diagnosis = diagnose()
     if as_json:
-        _print_json(diagnosis.to_dict())
+        print_json(diagnosis.to_dict())
         return
     table = Table("", "what", "detail", "fix")
     for finding in diagnosis.findings:
         mark = "[green]✓[/]" if finding.present else "[yellow]–[/]"
         table.add_row(mark, *(escape(text) for text in (finding.name, finding.detail, finding.fix)))
-    _out.print(table)
+    screen.print(table)
     for device, mode in diagnosis.modes.items():
-        _out.print(f"toolkit.load on {device}: mode {mode}", highlight=False)
+        screen.print(f"toolkit.load on {device}: mode {mode}", highlight=False)
 
 
 def main() -> None:
@@ -413,7 +371,7 @@ def main() -> None:
     except ToolkitError as error:
         report = getattr(error, "report", None)
         if report is not None:
-            _err.print(report.table())
+            err.print(report.table())
         line = " ".join(str(error).split())
-        _err.print(f"[red]error[/] {escape(line)}", highlight=False, soft_wrap=True)
+        err.print(f"[red]error[/] {escape(line)}", highlight=False, soft_wrap=True)
         sys.exit(error.exit_status)

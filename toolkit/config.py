@@ -39,6 +39,7 @@ NEUTRAL_EVERYWHERE: Mapping[str, Any] = {
 
 _ACTIVATIONS: Mapping[str, Activation] = {
     "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
     "gelu_new": "gelu_tanh",
     "gelu_pytorch_tanh": "gelu_tanh",
     "relu": "relu",
@@ -60,6 +61,8 @@ _MORE_ROPE_KEYS: Mapping[str, frozenset[str]] = {
         "truncate".split()
     ),
 }
+_TWO_TABLES = "it has two tables, and a text's length chooses between them"
+_WHY_NO_ROPE: Mapping[object, str] = {"longrope": _TWO_TABLES, "su": _TWO_TABLES}
 LAYER_TYPES = ("full_attention", "sliding_attention")
 
 Names = str | tuple[str, ...]
@@ -109,9 +112,9 @@ class ConfigReader:
             raise CheckpointError(f"config.json: {name} = {value!r}, expected a positive number")
         return float(value)
 
-    def optional_positive(self, names: Names) -> float | None:
-        """A positive, finite number, or None if it is absent or null."""
-        return None if self._get(names, None)[1] is None else self.positive(names, 1.0)
+    def optional_positive(self, names: Names, default: float | None = None) -> float | None:
+        """A positive, finite number, or None if it is null; `default` if it is absent."""
+        return None if self._get(names, default)[1] is None else self.positive(names, default or 1.0)
 
     def boolean(self, names: Names, default: bool) -> bool:
         """True or false."""
@@ -135,6 +138,15 @@ class ConfigReader:
         if not isinstance(value, list) or len(value) != length or not all(item in options for item in value):
             raise CheckpointError(f"config.json: {name} = {value!r}, expected {length} of {', '.join(options)}")
         return tuple(value)
+
+    def flags(self, names: Names, length: int) -> tuple[bool, ...] | None:
+        """The first `length` of a list of zeros and ones, which may be longer; None if it is absent or null."""
+        name, value = self._get(names, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) < length or not all(item in (0, 1) for item in value):
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected at least {length} zeros and ones")
+        return tuple(bool(item) for item in value[:length])
 
     def terms(self, names: Names, options: tuple[str, ...]) -> tuple[str, ...]:
         """Some of several texts, as a list or as one text with `|` between them; none if it is absent or null."""
@@ -188,29 +200,39 @@ class ConfigReader:
         layer_type: str | None = None,
         *,
         more: tuple[str, ...] = (),
+        only: tuple[str, ...] = (),
+        partial: bool = False,
+        share: tuple[str, float] = ("partial_rotary_factor", 1.0),
     ) -> RopeSpec:
         """Rotary positions, in their new form (`rope_parameters`, by layer type if the model has several) or old.
 
         Args:
-            dims: how many values of a head are rotated.
+            dims: how many values of a head are rotated; with `partial`, its size.
             default_base: the base where none is given.
             base: names of the old field for the base.
             layer_type: which of the nested parameters to read.
             more: types that not every architecture has: "llama3", "yarn", and "ntk", which is static NTK scaling
                 (base × factor, angles / factor ** (2 / dims)).
+            only: the types that the architecture has, if it lacks usual ones.
+            partial: whether `partial_rotary_factor` says which share of `dims` is rotated.
+            share: what it is called outside of `rope_parameters`, and its default.
         """
         known = {**_ROPE_KEYS, **{kind: _MORE_ROPE_KEYS[kind] for kind in more}}
-        if dims % 2:
-            raise CheckpointError(f"config.json: rotary positions need an even head size, not {dims}")
+        known = {kind: keys for kind, keys in known.items() if kind in only or not only}
         old_name, old_base = self._get(base, None)
         values = self._rope_values(layer_type)
+        if partial:
+            dims = int(dims * self._rotated_share(values.pop("partial_rotary_factor", None), *share))
+        if dims < 2 or dims % 2:
+            raise CheckpointError(f"config.json: rotary positions need an even head size, not {dims}")
         kind = values.pop("rope_type", "default")
         stated = values.pop("rope_theta", None)
         if stated is not None and old_base is not None and stated != old_base:
             raise CheckpointError(f"config.json: rope_theta = {stated!r} and {old_name} = {old_base!r} contradict")
         if not isinstance(kind, str) or kind not in known:
+            reason = f" ({_WHY_NO_ROPE[kind]})" if kind in _WHY_NO_ROPE else ""
             raise UnsupportedError(
-                f"config.json: rope type {kind!r} is not supported; supported: {', '.join(sorted(known))}"
+                f"config.json: rope type {kind!r} is not supported{reason}; supported: {', '.join(sorted(known))}"
             )
         if values.get("partial_rotary_factor") in (None, 1.0):
             values.pop("partial_rotary_factor", None)
@@ -229,6 +251,18 @@ class ConfigReader:
                 raise CheckpointError(f"config.json: the rope parameter factor = {factor}, expected at least 1")
             chosen, factor = chosen * factor, factor ** (2 / dims)
         return RopeSpec(base=chosen, dims=dims, factor=factor, scaling=_rope_scaling(kind, values))
+
+    def _rotated_share(self, inner: object, name: str, default: float) -> float:
+        """`partial_rotary_factor`, which may stand among the rope parameters (`inner`) or as `name` beside them."""
+        outer = self._get(name, None)[1]
+        if inner is not None and outer is not None and inner != outer:
+            raise CheckpointError(
+                f"config.json: {name} = {outer!r} and {inner!r} in rope_parameters contradict each other"
+            )
+        share = next(value for value in (inner, outer, default) if value is not None)
+        if isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1:
+            raise CheckpointError(f"config.json: {name} = {share!r}, expected a number from 0 to 1")
+        return float(share)
 
     def _rope_values(self, layer_type: str | None) -> dict[str, Any]:
         """What is stated of a layer type, in the new form or the old one, which scales full attention only."""

@@ -21,7 +21,7 @@ from toolkit.heads import TaskHead
 from toolkit.modules import read_modules, stored_name
 from toolkit.multivector import MultiVector
 from toolkit.nn.head import build_head
-from toolkit.nn.model import build_encoder, part_shapes
+from toolkit.nn.model import build_encoder, part_groups, part_shapes
 from toolkit.pipeline import ReadPipeline, checkpoint_kind, is_reranker, read_pipeline
 from toolkit.precision import PROBE_TEXTS, probe_float16
 from toolkit.pylate import ALIASES, register_prefixes
@@ -163,6 +163,8 @@ def _read_task(checkpoint: Checkpoint, recipe: Recipe) -> str:
     heads = [head for head in recipe.heads if set(head.classes) & set(classes)]
     if heads and not set(classes) & set(recipe.classes):
         tasks = heads[0].tasks
+        if tasks == ("generate",) and checkpoint.has("modules.json"):
+            return "embed"
         return tasks[0] if len(tasks) == 1 or is_reranker(checkpoint) else tasks[1]
     foreign = [name for name in classes if name not in recipe.classes]
     if foreign and not checkpoint.has("modules.json"):
@@ -199,7 +201,7 @@ def _write(
     spec, unrecognised = recipe.read_config(checkpoint.config)
     labels = count_labels(checkpoint.config) if head is not None else 0
     steps = head.steps(ConfigReader(checkpoint.config), spec, labels) if head is not None else ()
-    read = read_pipeline(checkpoint, spec.hidden, task, steps)
+    read = read_pipeline(checkpoint, spec.state_width, task, steps)
     spec = _with_mix(spec, read)
     warnings = read.warnings + [
         f"config.json: the field {name!r} is not known to this recipe and has no effect" for name in unrecognised
@@ -207,7 +209,7 @@ def _write(
     on_stage("converting the tokenizer")
     tokenizer, limit = read_tokenizer(checkpoint, lower_case=read.pipeline.lower_case)
     register_prefixes(tokenizer, read.prefixes)
-    tokenizer_spec, clamped = _tokenizer_spec(tokenizer, limit, read.pipeline.max_seq_length, spec)
+    tokenizer_spec, clamped = _tokenizer_spec(tokenizer, limit, read.pipeline.max_seq_length, spec, recipe)
     multi_vector, notes = _multi_vector(read, tokenizer, tokenizer_spec.limit, spec)
     warnings += clamped + notes
     on_stage(f"converting {len(checkpoint.tensors.info)} tensors to {str(dtype).removeprefix('torch.')}")
@@ -256,21 +258,28 @@ def _with_mix(spec: EncoderSpec, read: ReadPipeline) -> EncoderSpec:
             f"{read.folders['mix.']}/config.json: num_hidden_layers = {read.mix.start + read.mix.count - 1}, but the "
             f"model runs {len(spec.schedule)} layers"
         )
+    if read.mix is not None and spec.projected:
+        raise UnsupportedError(f"{read.folders['mix.']}: a mean of layers' states is not supported for projected ones")
     return replace(spec, mix=read.mix)
 
 
 def _tokenizer_spec(
-    tokenizer: Any, stored: int, configured: int | None, spec: EncoderSpec
+    tokenizer: Any, stored: int, configured: int | None, spec: EncoderSpec, recipe: Recipe
 ) -> tuple[TokenizerSpec, list[str]]:
     """How texts are cut, and warnings about it."""
     positions = spec.embedding.positions or spec.usable_length
     limit, warnings = text_limit(configured, stored, positions, spec.usable_length)
     _need_room(tokenizer, limit)
-    segments = "token_type_ids" in tokenizer.model_input_names and spec.embedding.segments > 0
+    emits = "token_type_ids" in tokenizer.model_input_names
+    if emits and recipe.segments_refused:
+        raise UnsupportedError(
+            "tokenizer_config.json: model_input_names has token_type_ids, which this architecture would add to its "
+            "input as tokens; that is not supported: remove it there"
+        )
     made = TokenizerSpec(
         limit=limit,
         side=tokenizer.truncation_side,
-        segments=segments,
+        segments=emits and spec.embedding.segments > 0,
         special_ids=tuple(tokenizer.all_special_ids),
     )
     return made, warnings
@@ -316,7 +325,8 @@ def _load_weights(
 ) -> LoadedWeights:
     """The tensors of the encoder and its head, and those of modules that have folders of their own."""
     cpu = torch.device("cpu")
-    expected = part_shapes(build_encoder(spec, choose_backend(spec.attentions, cpu, dtype)[1]))
+    encoder = build_encoder(spec, choose_backend(spec.attentions, cpu, dtype)[1])
+    expected = part_shapes(encoder)
     expected |= {f"head.{name}": shapes for name, shapes in part_shapes(build_head(read.head, cpu)).items()}
     elsewhere = tuple(read.folders)
     loaded = load_weights(
@@ -326,6 +336,7 @@ def _load_weights(
         aliases=recipe.aliases,
         expected={name: shapes for name, shapes in expected.items() if not name.startswith(elsewhere)},
         dtype=dtype,
+        groups=part_groups(encoder),
     )
     for prefix, folder in read.folders.items():
         names = [name for name in expected if name.startswith(prefix)]

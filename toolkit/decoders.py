@@ -6,10 +6,21 @@ from dataclasses import replace
 from toolkit.checkpoint import Checkpoint
 from toolkit.config import LAYER_TYPES, ConfigReader
 from toolkit.errors import CheckpointError, UnsupportedError
-from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
+from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, RopeSpec, stack
 from toolkit.weights import drop, fuse, rename
 
-__all__ = ["LAYER", "LAYER_RULES", "by_layer_types", "decoder_spec", "read_ends", "sliding", "with_blocks"]
+__all__ = [
+    "LAYER",
+    "LAYER_RULES",
+    "by_layer_types",
+    "decoder_spec",
+    "read_ends",
+    "sliding",
+    "sliding_everywhere",
+    "whole_heads",
+    "with_biases",
+    "with_blocks",
+]
 
 LAYER = "layers.{i}."
 _COMPUTED = "rotary frequencies are computed from config.json"
@@ -29,15 +40,35 @@ LAYER_RULES = (
 )
 
 
+# (configuration, size of a head) → rotary positions
+ReadRope = Callable[[ConfigReader, int], RopeSpec]
+
+
+def whole_heads(config: ConfigReader, size: int, base: float = 10_000.0) -> RopeSpec:
+    """Rotary positions over whole heads; `base` is the default."""
+    config.neutral(partial_rotary_factor=(None, 1.0))
+    return config.rope(size, base, more=("llama3", "yarn"))
+
+
 def decoder_spec(
-    config: ConfigReader, *, width: int, kv_heads: int | None, length: int, words: int, head_dim: int | None = None
+    config: ConfigReader,
+    *,
+    width: int,
+    kv_heads: int | None,
+    length: int,
+    words: int,
+    head_dim: int | None = None,
+    hidden_size: int = 4096,
+    attention_heads: int = 32,
+    layers: int = 32,
+    eps: float = 1e-6,
+    rope: ReadRope = whole_heads,
 ) -> EncoderSpec:
     """What these decoders share. Arguments are defaults that differ; `head_dim` by default hidden size / heads."""
-    config.neutral(partial_rotary_factor=(None, 1.0))
-    hidden, heads = config.integer("hidden_size", 4096), config.integer("num_attention_heads", 32)
+    hidden, heads = config.integer("hidden_size", hidden_size), config.integer("num_attention_heads", attention_heads)
     stated = config.optional_integer("head_dim")
     size = stated or head_dim or config.head_dim(hidden, heads)
-    norm = NormSpec(eps=config.positive("rms_norm_eps", 1e-6), kind="rms", bias=False)
+    norm = NormSpec(eps=config.positive("rms_norm_eps", eps), kind="rms", bias=False)
     attention = AttentionSpec(
         heads=heads,
         kv_heads=config.kv_heads(heads, kv_heads),
@@ -46,7 +77,7 @@ def decoder_spec(
         causal=config.boolean("is_causal", default=True),
         bias=False,
         out_bias=False,
-        rope=config.rope(size, 10_000.0, more=("llama3", "yarn")),
+        rope=rope(config, size),
     )
     mlp = MlpSpec(
         width=config.integer("intermediate_size", width),
@@ -56,7 +87,7 @@ def decoder_spec(
         gate="first",
     )
     block = BlockSpec(arrangement="pre", attention=attention, mlp=mlp, norm=norm)
-    blocks = stack(config.integer("num_hidden_layers", 32, maximum=10_000), block)
+    blocks = stack(config.integer("num_hidden_layers", layers, maximum=10_000), block)
     return EncoderSpec(
         hidden=hidden,
         blocks=blocks,
@@ -72,6 +103,17 @@ def with_blocks(spec: EncoderSpec, change: Callable[[int, BlockSpec], BlockSpec]
     return replace(spec, blocks=tuple(change(k, block) for k, block in enumerate(spec.blocks)))
 
 
+def with_biases(config: ConfigReader, spec: EncoderSpec) -> EncoderSpec:
+    """The same with the biases that `attention_bias` and `mlp_bias` say, by default none."""
+    bias, mlp_bias = config.boolean("attention_bias", default=False), config.boolean("mlp_bias", default=False)
+
+    def change(k: int, block: BlockSpec) -> BlockSpec:
+        attention = replace(block.attention, bias=bias, out_bias=bias)
+        return replace(block, attention=attention, mlp=replace(block.mlp, bias=mlp_bias, out_bias=mlp_bias))
+
+    return with_blocks(spec, change)
+
+
 def sliding(attention: AttentionSpec, window: int) -> AttentionSpec:
     """Attention to a token itself and the `window` - 1 tokens before it."""
     if not attention.causal:
@@ -79,14 +121,42 @@ def sliding(attention: AttentionSpec, window: int) -> AttentionSpec:
     return replace(attention, reach=window - 1)
 
 
-def by_layer_types(config: ConfigReader, spec: EncoderSpec) -> EncoderSpec:
-    """Windows in some layers: those that `layer_types` names, or all from `max_window_layers` on."""
+def _window(config: ConfigReader, default: int | None) -> int | None:
+    """`sliding_window`, whose default applies where it is absent: null is no window."""
     stated = config.optional_integer("sliding_window")
-    default = None if "sliding_window" in config.raw else 4096  # null is no window
-    window = (stated or default) if config.boolean("use_sliding_window", default=False) else None
+    return stated if "sliding_window" in config.raw else default
+
+
+def sliding_everywhere(config: ConfigReader, spec: EncoderSpec, *, default: int | None) -> EncoderSpec:
+    """Windows in all layers, if `sliding_window` is not null; `default` is what it is where it is absent."""
+    window = _window(config, default)
+    if window is None:
+        return spec
+    return with_blocks(spec, lambda k, block: replace(block, attention=sliding(block.attention, window)))
+
+
+def from_max_window_layers(config: ConfigReader, spec: EncoderSpec) -> list[bool]:
+    """Whether each layer is one of those from `max_window_layers` on."""
     first = config.integer("max_window_layers", 28, minimum=0)
+    return [k >= first for k in range(len(spec.blocks))]
+
+
+def by_layer_types(
+    config: ConfigReader,
+    spec: EncoderSpec,
+    *,
+    slides: Callable[[ConfigReader, EncoderSpec], list[bool]] = from_max_window_layers,
+    default: int | None = 4096,
+) -> EncoderSpec:
+    """Windows in some layers: those that `layer_types` names, or where it is absent those for which `slides` holds.
+
+    `default` is that of `sliding_window`.
+    """
+    stated = _window(config, default)
+    window = stated if config.boolean("use_sliding_window", default=False) else None
+    usual = slides(config, spec)
     types = config.strings("layer_types", len(spec.blocks), LAYER_TYPES)
-    names = types or [LAYER_TYPES[window is not None and k >= first] for k in range(len(spec.blocks))]
+    names = types or [LAYER_TYPES[window is not None and usual[k]] for k in range(len(spec.blocks))]
     if window is None:
         if "sliding_attention" in names:
             raise UnsupportedError(

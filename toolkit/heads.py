@@ -249,24 +249,32 @@ def mlm_head(
     return vocabulary_head(name, before=before, rules=rules, decoder=decoder, bias=bias, unties=unties)
 
 
-def causal_head(name: str, *, tied: bool = False) -> TaskHead:
+def causal_head(
+    name: str,
+    *,
+    tied: bool = False,
+    stored: tuple[str, ...] = ("lm_head",),
+    after: Callable[[ConfigReader], tuple[Step, ...]] = lambda config: (),
+) -> TaskHead:
     """A causal language model's head: logits from the token table, or from a weight of their own.
 
     Args:
         name: the transformers class.
         tied: the default of `tie_word_embeddings`.
+        stored: what checkpoints call the output layer.
+        after: the steps behind the logits.
     """
 
     def steps(config: ConfigReader, spec: EncoderSpec, labels: int) -> tuple[Step, ...]:
         words = spec.embedding.vocab_size
         if config.boolean("tie_word_embeddings", tied):
-            return (VocabularyStep(name="out", on="tokens", outputs=words, bias=False),)
-        return (DenseStep(name="out", on="tokens", inputs=spec.hidden, outputs=words, bias=False),)
+            return (VocabularyStep(name="out", on="tokens", outputs=words, bias=False), *after(config))
+        return (DenseStep(name="out", on="tokens", inputs=spec.state_width, outputs=words, bias=False), *after(config))
 
     def rules(config: ConfigReader) -> tuple[Rule, ...]:
         if config.boolean("tie_word_embeddings", tied):
-            return (copy("embeddings.token.weight", "lm_head.weight", outside=True),)
-        return (rename("head.steps.out.linear.weight", "lm_head.weight", outside=True),)
+            return tuple(copy("embeddings.token.weight", f"{name}.weight", outside=True) for name in stored)
+        return tuple(rename("head.steps.out.linear.weight", f"{name}.weight", outside=True) for name in stored)
 
     return TaskHead(classes=(name,), tasks=("generate",), steps=steps, rules=rules)
 

@@ -40,6 +40,8 @@ class Recipe:
             one model_type, the one with the most conditions that hold is chosen.
         heads: what stands behind the base model in other classes, and the tasks that it serves.
         having: ends of tensor names; for each, a tensor must be stored for this recipe to answer.
+        segments_refused: whether the reference would look segments up in its token table, which no block does: a
+            tokenizer that emits them is refused.
     """
 
     model_type: str
@@ -57,6 +59,7 @@ class Recipe:
     when: Mapping[str, Any] = field(default_factory=dict)
     having: tuple[str, ...] = ()
     heads: tuple[TaskHead, ...] = ()
+    segments_refused: bool = False
 
     @property
     def base_tasks(self) -> tuple[str, ...]:

@@ -154,7 +154,8 @@ class Runner(Loaded[Output]):
         of several layers' states, which is what sentence-transformers calls `token_embeddings` too.
         """
         rows = self.rows(inputs, self.artifact.manifest.pipeline.prompt(prompt_name, prompt))
-        return self._per_token(dict(enumerate(rows)), self.artifact.manifest.spec.hidden, lambda output: output.states)
+        width = self.artifact.manifest.spec.state_width
+        return self._per_token(dict(enumerate(rows)), width, lambda output: output.states)
 
     def _per_token(self, rows: dict[int, Row], width: int, choose: Callable[[Output], Tensor]) -> list[Tensor]:
         """What `choose` takes from an output, for each row: [tokens, width] on the CPU, in the rows' order."""

@@ -8,7 +8,7 @@ import dataclasses
 import types
 import typing
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 __all__ = [
     "Activation",
@@ -19,6 +19,7 @@ __all__ = [
     "DisentangledSpec",
     "DenseStep",
     "DistanceSpec",
+    "DivideStep",
     "EmbeddingSpec",
     "EncoderSpec",
     "HeadSpec",
@@ -32,6 +33,7 @@ __all__ = [
     "Place",
     "PoolingStep",
     "RopeSpec",
+    "SoftcapStep",
     "Step",
     "VocabularyStep",
     "YarnScaling",
@@ -40,6 +42,20 @@ __all__ = [
 ]
 
 Activation = Literal["gelu", "gelu_tanh", "identity", "relu", "sigmoid", "silu", "tanh"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """What the artifact stores as JSON."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain nested dicts."""
+        return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> Self:
+        """Inverse of `to_dict`; missing or unknown keys raise TypeError."""
+        return _build(cls, data)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +75,11 @@ class NormSpec:
 class EmbeddingSpec:
     """The tables in front of the layers. The seam (what callers may pass as embeds) is `width` wide.
 
-    `scale` multiplies the token table's output, before the seam. `positions` and `segments` are the rows of
-    their tables, 0 for a model without; `position_start` is the position of a sequence's first token. Tokens whose
-    id is `position_pad` stand at the position before and do not count, as in RoBERTa.
-    `projection` says where a linear layer brings `width` to the hidden size.
+    `scale` multiplies the token table's output, before the seam, `seam_scale` what comes through the seam.
+    `positions` and `segments` are the rows of their tables, 0 for a model without; `position_start` is the position
+    of a sequence's first token. Tokens whose id is `position_pad` stand at the position before and do not count, as
+    in RoBERTa. `projection` says where a linear layer brings `width` to the hidden size: before segments and positions
+    are added, before the norm, or after it.
     """
 
     vocab_size: int
@@ -73,7 +90,8 @@ class EmbeddingSpec:
     position_pad: int | None = None
     segments: int = 0
     scale: float = 1.0
-    projection: Literal["none", "before_norm", "after_norm"] = "none"
+    seam_scale: float = 1.0
+    projection: Literal["none", "before_sum", "before_norm", "after_norm"] = "none"
     projection_bias: bool = True
 
 
@@ -165,7 +183,7 @@ DistanceSpec = BucketBiasSpec | AlibiSpec | DisentangledSpec
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
-    """Self-attention; scores are scaled by `scale`.
+    """Self-attention; scores are scaled by `scale`, and with a `softcap` become softcap × tanh(scores / softcap).
 
     `reach` is how many tokens to either side a token sees, None for all. `bias` is that of the query, key and value
     projections. `qk_norm` normalises queries and keys, each head alone or (`qk_norm_over` "all") all heads at once.
@@ -183,6 +201,7 @@ class AttentionSpec:
     qk_norm: NormSpec | None = None
     qk_norm_over: Literal["head", "all"] = "head"
     distance: DistanceSpec | None = None
+    softcap: float | None = None
 
 
 def self_attention(heads: int, head_dim: int, *, bias: bool, rope: RopeSpec | None = None) -> AttentionSpec:
@@ -218,17 +237,20 @@ class MlpSpec:
 class BlockSpec:
     """One layer, whose weights are called `blocks.NAME`.
 
-    The norm comes after each residual addition ("post"), before each branch ("pre"), or before and after each branch
-    ("sandwich"). In "post_twice" the sum after attention is normalised, added to the layer's input once more and
-    normalised again. `attention_norm` is False where the first norm is left out.
+    The norm comes after each residual addition ("post"), before each branch ("pre"), after each branch and before the
+    addition ("post_branch"), or before and after each branch ("sandwich"). In "post_twice" the sum after attention is
+    normalised, added to the layer's input once more and normalised again. In "parallel" both branches read the layer's
+    input, each through its own norm. `attention_norm` is False where the first norm is left out. What a branch adds is
+    multiplied by `residual_scale`.
     """
 
     name: str = "0"
-    arrangement: Literal["post", "post_twice", "pre", "sandwich"]
+    arrangement: Literal["parallel", "post", "post_branch", "post_twice", "pre", "sandwich"]
     attention: AttentionSpec
     mlp: MlpSpec
     norm: NormSpec
     attention_norm: bool = True
+    residual_scale: float = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -244,10 +266,11 @@ class LayerMixSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EncoderSpec:
+class EncoderSpec(Stored):
     """A stack of layers. `schedule` names the block that runs at each depth: depths may share a block.
 
-    With a `mix`, its mean stands for the last depth's states.
+    With a `mix`, its mean stands for the last depth's states. Where `projected` is not 0, a linear layer behind the
+    final norm brings the states to that width.
     """
 
     hidden: int
@@ -257,20 +280,17 @@ class EncoderSpec:
     schedule: tuple[str, ...]
     final_norm: NormSpec | None = None
     mix: LayerMixSpec | None = None
+    projected: int = 0
+
+    @property
+    def state_width(self) -> int:
+        """The width of the token states."""
+        return self.projected or self.hidden
 
     @property
     def attentions(self) -> list[AttentionSpec]:
         """The attention of each block."""
         return [block.attention for block in self.blocks]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain nested dicts, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "EncoderSpec":
-        """Inverse of `to_dict`; missing or unknown keys raise TypeError."""
-        return _build(cls, data)
 
 
 Place = Literal["vectors", "tokens"]
@@ -333,6 +353,24 @@ class LogStep:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DivideStep:
+    """Division by a number: logits that the model's training scaled down."""
+
+    kind: Literal["divide"] = "divide"
+    on: Place
+    by: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftcapStep:
+    """Bounded values: cap × tanh(x / cap)."""
+
+    kind: Literal["softcap"] = "softcap"
+    on: Place
+    cap: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class NormalizeStep:
     """Scale to length 1."""
 
@@ -340,11 +378,11 @@ class NormalizeStep:
     on: Place
 
 
-Step = PoolingStep | DenseStep | NormStep | VocabularyStep | LogStep | NormalizeStep
+Step = PoolingStep | DenseStep | NormStep | VocabularyStep | LogStep | DivideStep | SoftcapStep | NormalizeStep
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadSpec:
+class HeadSpec(Stored):
     """What becomes of the token states, step by step.
 
     `width` is that of the vectors, 0 if there are none; `token_width` that of what each token ends as, 0 if tokens
@@ -354,15 +392,6 @@ class HeadSpec:
     steps: tuple[Step, ...]
     width: int
     token_width: int = 0
-
-    def to_dict(self) -> dict[str, Any]:
-        """Plain nested dicts, for JSON."""
-        return asdict(self)
-
-    @classmethod
-    def from_dict(cls, data: dict[str, Any]) -> "HeadSpec":
-        """Inverse of `to_dict`; missing or unknown keys raise TypeError."""
-        return _build(cls, data)
 
 
 def stack(count: int, block: BlockSpec) -> tuple[BlockSpec, ...]:

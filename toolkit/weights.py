@@ -8,6 +8,7 @@ parameter of the module is filled exactly once, and the audit of both goes into 
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -22,6 +23,11 @@ PartShapes = tuple[tuple[int, ...], ...]
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
+# How a tensor may be stored: as the module has it, with rows and columns exchanged, or with the parts of a fused one
+# (queries, keys, values) head by head instead of one after the other. What is said of each in the audit.
+Layout = Literal["plain", "transposed", "by_head"]
+_LAYOUTS: Mapping[Layout, str] = {"plain": "", "transposed": "stored transposed", "by_head": "stored head by head"}
+
 _HOLES = {"{i}": r"(?P<i>\d+)", "{j}": r"(?P<j>\d+)", "{p}": r"(?P<p>weight|bias)", "{*}": r".+"}
 
 
@@ -32,7 +38,7 @@ class Rule:
     `outside` marks tensors beside the base model (heads): their names never carry the base model's prefix.
     `copy` marks a further name of a parameter that may be stored under both, with equal values. `unused` says why a
     tensor is left out where the module has no such parameter; without a reason that is an error. `refused` stops a
-    conversion for the reason `why`.
+    conversion for the reason `why`. `layout` is how the sources are stored.
     """
 
     target: str | None
@@ -42,6 +48,7 @@ class Rule:
     copy: bool = False
     unused: str = ""
     refused: bool = False
+    layout: Layout = "plain"
 
     def match(self, name: str) -> tuple[int, dict[str, str]] | None:
         """Return which source of this rule `name` is, and what the holes stand for."""
@@ -57,9 +64,10 @@ def _pattern(source: str) -> re.Pattern[str]:
     return re.compile("".join(_HOLES.get(piece) or re.escape(piece) for piece in pieces))
 
 
-def rename(target: str, source: str, *, unused: str = "", outside: bool = False) -> Rule:
-    """One stored tensor becomes one parameter; `unused` and `outside` as in Rule."""
-    return Rule(target=target, sources=(source,), why="", unused=unused, outside=outside)
+def rename(target: str, source: str, *, unused: str = "", outside: bool = False, layout: Layout = "plain") -> Rule:
+    """One stored tensor becomes one parameter; `unused`, `outside` and `layout` as in Rule."""
+    why = _LAYOUTS[layout]
+    return Rule(target=target, sources=(source,), why=why, unused=unused, outside=outside, layout=layout)
 
 
 def fuse(target: str, *sources: str) -> Rule:
@@ -130,6 +138,7 @@ def load_weights(
     aliases: Mapping[str, str],
     expected: Mapping[str, PartShapes],
     dtype: torch.dtype,
+    groups: Mapping[str, int] = MappingProxyType({}),
 ) -> LoadedWeights:
     """Apply the rules to every stored tensor.
 
@@ -141,6 +150,7 @@ def load_weights(
         expected: every parameter of the module and the shapes of its parts, in order (one part if it is not
             fused); all of them must be filled.
         dtype: the dtype that floating point tensors are cast to.
+        groups: the parameters that may be stored head by head, and how many heads of keys and values they have.
 
     Raises:
         CheckpointError: a tensor is missing, extra, misshapen, ambiguous, or does not fit `dtype`.
@@ -156,7 +166,10 @@ def load_weights(
                 raise CheckpointError(
                     f"tensors {other.stored!r} and {item.stored!r} are the same parameter: remove one"
                 )
-    state = {target: _assemble(tensors, parts, expected[target], dtype) for target, parts in by_target.items()}
+    state = {
+        target: _assemble(tensors, parts, expected[target], dtype, groups.get(target))
+        for target, parts in by_target.items()
+    }
     return LoadedWeights(state=state, audit=tuple(_audit(tensors, item) for item in placed))
 
 
@@ -269,21 +282,36 @@ def _missing(placed: list[_Placed], rules: tuple[Rule, ...], expected: Mapping[s
     return gaps
 
 
-def _assemble(tensors: TensorSet, parts: Mapping[int, _Placed], shapes: PartShapes, dtype: torch.dtype) -> torch.Tensor:
-    """Read, check, concatenate and cast the tensors of one parameter."""
+def _assemble(
+    tensors: TensorSet, parts: Mapping[int, _Placed], shapes: PartShapes, dtype: torch.dtype, groups: int | None
+) -> torch.Tensor:
+    """Read, check, concatenate and cast the tensors of one parameter, and bring them from their layout to ours."""
     stored = [tensors.info[parts[k].stored] for k in sorted(parts)]
+    layout, rows = next(iter(parts.values())).rule.layout, [shape[0] for shape in shapes]
     if len(stored) == 1:  # fused already in the checkpoint
         shapes = ((sum(shape[0] for shape in shapes), *shapes[0][1:]),)
     if len(stored) != len(shapes):
         names = ", ".join(repr(info.name) for info in stored)
         raise CheckpointError(f"tensors {names} are {len(stored)} parts of what config.json describes in {len(shapes)}")
-    for info, shape in zip(stored, shapes, strict=True):
+    for info, ours in zip(stored, shapes, strict=True):
+        shape = ours[::-1] if layout == "transposed" else ours
         if info.shape != shape:
             raise CheckpointError(f"tensor {info.name!r} has shape {info.shape}, config.json asks for {shape}")
         if info.dtype not in FLOATS:
             raise CheckpointError(f"tensor {info.name!r} has dtype {info.dtype}, expected plain floating point")
     pieces = [_cast(info.name, tensors.read(info.name), dtype) for info in stored]
+    if layout == "transposed":
+        pieces = [piece.t() for piece in pieces]
+    if layout == "by_head":
+        assert groups is not None, f"{next(iter(parts.values())).target} has no heads to be stored by"
+        pieces = _part_by_part(pieces[0], rows, groups)
     return (pieces[0] if len(pieces) == 1 else torch.cat(pieces)).contiguous()
+
+
+def _part_by_part(tensor: torch.Tensor, rows: list[int], groups: int) -> list[torch.Tensor]:
+    """Split rows that stand group by group, each with its share of every part, into parts of `rows` rows."""
+    shares = [count // groups for count in rows]
+    return [piece.flatten(0, 1) for piece in tensor.unflatten(0, (groups, sum(shares))).split(shares, dim=1)]
 
 
 def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

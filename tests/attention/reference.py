@@ -18,6 +18,7 @@ def dense(
     reach: int = -1,
     keys: Sequence[int] | None = None,
     causal: bool = False,
+    softcap: float = 0.0,
     bias: Tensor | None = None,
     content_q: Tensor | None = None,
     content_k: Tensor | None = None,
@@ -42,6 +43,8 @@ def dense(
                 scores = scores + content_q.double()[begin:end][row, :, bucket].permute(2, 0, 1)
             if content_k is not None:
                 scores = scores + content_k.double()[begin:end][column, :, bucket].permute(2, 0, 1)
+        if softcap:
+            scores = softcap * (scores / softcap).tanh()
         if reach >= 0:
             scores = scores.masked_fill(distance.abs() > reach, float("-inf"))
         if causal:

@@ -60,6 +60,43 @@ def test_sdpa_without_what_comes_later(lengths: list[int], kv_heads: int, reach:
     assert (out - dense(q, k, v, lengths, 0.3, reach=reach, causal=True)).abs().max() < 1e-5
 
 
+@pytest.mark.parametrize("softcap", [0.05, 0.5, 50.0])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("reach", [-1, 0, 5, 63])
+@pytest.mark.parametrize("lengths", CASES)
+def test_sdpa_with_capped_scores(lengths: list[int], reach: int, causal: bool, softcap: float) -> None:
+    """I2: capped before the mask, in every combination with windows, causality and keys that are left out."""
+    q, k, v = random_qkv(sum(lengths), 2)
+    args = (q, k, v, offsets_of(lengths), longest(), 0.3, reach)
+    plain = {"reach": reach, "causal": causal}
+    out = sdpa.attend(*args, None, causal, softcap)
+    assert (out - dense(q, k, v, lengths, 0.3, **plain, softcap=softcap)).abs().max() < 1e-5
+    assert reach == 0 or softcap == 50.0 or (out - dense(q, k, v, lengths, 0.3, **plain)).abs().max() > 0.01
+    keys = [min(n, max(1, n - 2)) for n in lengths]
+    if reach in (-1, 5):  # every token reaches one of them
+        out = sdpa.attend(*args, torch.tensor(keys, dtype=torch.int32), causal, softcap)
+        assert (out - dense(q, k, v, lengths, 0.3, **plain, keys=keys, softcap=softcap)).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_capped_scores_are_no_less_exact_than_others(dtype: torch.dtype) -> None:
+    """M1: float64 stays float64; 16 bits are computed in float32 and rounded once."""
+    q, k, v = (x.to(dtype) for x in random_qkv(65, 2))
+    out = sdpa.attend(q, k, v, offsets_of([1, 64]), longest(), 0.3, -1, None, True, 0.5)
+    expected = dense(q, k, v, [1, 64], 0.3, causal=True, softcap=0.5)
+    assert out.dtype == dtype
+    assert torch.allclose(
+        out.double(), expected, rtol=torch.finfo(dtype).eps, atol=4e-8 if dtype.itemsize == 2 else 1e-14
+    )
+
+
+def test_no_softcap_is_none() -> None:
+    """I2: bit for bit what it was."""
+    q, k, v = random_qkv(7, 2)
+    args = (q, k, v, offsets_of([7]), longest(), 0.3, -1)
+    assert torch.equal(sdpa.attend(*args, None, True, 0.0), sdpa.attend(*args, None, True))
+
+
 @pytest.mark.parametrize("kind", ["bias", "content_q", "content_k", "disentangled"])
 @pytest.mark.parametrize("lengths", CASES)
 def test_sdpa_with_distances(lengths: list[int], kind: str) -> None:
@@ -118,7 +155,7 @@ def test_the_backend_is_chosen_when_a_module_is_built() -> None:
             "auto",
             "sdpa: has no causal bias scores",
         ),
-        (replace(SPEC, causal=True), "cuda", torch.bfloat16, "triton", "triton: has no causal plain scores"),
+        (replace(SPEC, causal=True), "cuda", torch.bfloat16, "varlen", "varlen: has no causal plain scores"),
         (SPEC, "cpu", torch.int8, "auto", "sdpa: does not take torch.int8"),
         (SPEC, "cpu", torch.float32, "varlen", "varlen: runs on cuda only"),
         (SPEC, "cuda", torch.float32, "varlen", "varlen: does not take torch.float32"),
@@ -127,6 +164,16 @@ def test_the_backend_is_chosen_when_a_module_is_built() -> None:
         (replace(SPEC, distance=AlibiSpec()), "cuda", torch.bfloat16, "varlen", "varlen: has no bias scores"),
         (replace(SPEC, reach=3), "cuda", torch.float32, "efficient", "efficient: has no window scores"),
         (replace(SPEC, reach=3, distance=AlibiSpec()), "cpu", torch.float32, "auto", "a window together with a bias"),
+        (
+            replace(SPEC, softcap=5.0, distance=AlibiSpec()),
+            "cpu",
+            torch.float32,
+            "auto",
+            "capped scores together with a bias",
+        ),
+        (replace(SPEC, softcap=5.0), "cuda", torch.float32, "efficient", "efficient: has no capped scores"),
+        (replace(SPEC, softcap=5.0), "cuda", torch.bfloat16, "varlen", "varlen: has no capped scores"),
+        (replace(SPEC, softcap=5.0, reach=3), "cuda", torch.bfloat16, "flash3", "flash3: has no capped scores"),
         (SPEC, "cpu", torch.float32, "nonsense", "nonsense"),
         (SPEC, "cuda", torch.float16, "flash3", "flash3: does not take torch.float16"),
         (replace(SPEC, reach=3), "cuda", torch.bfloat16, "flash3", "flash3: has no window scores"),

@@ -14,7 +14,12 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 6e-3, torch.bfloat16: 4e-2}
 
 
 def scores_of(kind: str) -> str:
-    return {"plain": "plain", "keys": "plain", "reach": "window", "bias": "bias"}.get(kind.split()[0], "disentangled")
+    known = {"plain": "plain", "keys": "plain", "reach": "window", "capped": "capped", "bias": "bias"}
+    return known.get(kind.split()[0], "disentangled")
+
+
+def served(backend: Backend, kind: str) -> tuple[str, ...]:
+    return {"keys": backend.keyed, "causal": backend.causal}.get(kind.split()[-1], backend.scores)
 
 
 CASES = [
@@ -24,9 +29,11 @@ CASES = [
     for dtype in backend.dtypes
     for kind in (
         *("plain", "keys", "reach 0", "reach 4", "reach 64", "reach 64 keys"),
+        *("plain causal", "reach 4 causal", "reach 64 causal"),
+        *("capped", "capped keys", "capped causal", "capped reach 4", "capped reach 64 causal"),
         *("bias", "content_q", "content_k", "disentangled"),
     )
-    if scores_of(kind) in (backend.keyed if kind.endswith("keys") else backend.scores)
+    if scores_of(kind) in served(backend, kind)
 ]
 
 
@@ -35,7 +42,7 @@ CASES = [
 def test_equals_attention_written_out(
     backend: Backend, dtype: torch.dtype, kind: str, heads: int, kv_heads: int, size: int
 ) -> None:
-    """B2, B3, I1, I5: strided inputs, NaN in the tail, empty sequences, key/value heads of their own."""
+    """B2, B3, I1, I2, I5: strided inputs, NaN in the tail, empty sequences, key/value heads of their own."""
     if backend.why_unavailable() is not None:
         pytest.skip(str(backend.why_unavailable()))
     total = sum(LENGTHS)
@@ -45,13 +52,16 @@ def test_equals_attention_written_out(
     q, k, v = qkv.split((heads, kv_heads, kv_heads), dim=1)
     args = (q, k, v, offsets_of([*LENGTHS, 0], "cuda"), LONGEST, 0.3)
     ops, tables = backend.load(), dict[str, Any]()
-    if kind.split()[0] in ("plain", "keys", "reach"):
-        tables["reach"] = int(kind.split()[1]) if kind.startswith("reach") else -1
+    words = kind.split()
+    if words[0] in ("plain", "keys", "reach", "capped"):
+        tables["reach"] = int(words[words.index("reach") + 1]) if "reach" in words else -1
+        tables["softcap"] = 0.5 if "capped" in words else 0.0
         keys = None
         if kind.endswith("keys"):  # every token reaches one of them
             tables["keys"] = [min(n, max(1, n - 40)) for n in LENGTHS]
             keys = torch.tensor([*tables["keys"], 0], dtype=torch.int32, device="cuda")
-        out = ops.attend(*args, tables["reach"], keys)
+        tables["causal"] = kind.endswith("causal")
+        out = ops.attend(*args, tables["reach"], keys, tables["causal"], tables["softcap"])
     else:
         tables = extras(kind, total + 9, heads, 256, dtype, "cuda")
         if kind == "bias":

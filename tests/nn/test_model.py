@@ -1,8 +1,14 @@
-import torch
+from dataclasses import replace
 
-from tests.helpers import random_rows, tiny_model
+import torch
+from torch import Tensor, nn
+
+from tests.helpers import CPU, random_rows, tiny_model
+from tests.tiny import heat
+from toolkit.attention import choose_backend
 from toolkit.batch import pack
-from toolkit.nn.model import part_shapes
+from toolkit.nn.attention import Places
+from toolkit.nn.model import Encoder, build_encoder, part_shapes
 
 
 def test_part_shapes_know_what_is_fused() -> None:
@@ -44,3 +50,21 @@ def test_inference_leaves_parameters_and_buffers_alone() -> None:
             model.forward_ids(*pack(random_rows(lengths, model.spec.embedding.vocab_size), 0).encoder_args())
     after = model.state_dict()
     assert all(after[name].data_ptr() == at and torch.equal(after[name], t) for name, (at, t) in before.items())
+
+
+def test_parallel_branches_both_read_the_layers_input() -> None:
+    """By hand: x + scale × (attention(first norm of x) + feed-forward(second norm of x))."""
+    spec = tiny_model().spec
+    block = replace(spec.blocks[0], arrangement="parallel", residual_scale=0.3)
+    backend = choose_backend(spec.attentions, CPU, torch.float32)[1]
+    model: Encoder = build_encoder(replace(spec, blocks=(block,), schedule=("0",)), backend).to_empty(device="cpu")
+    heat(model)
+    layer: nn.Module = model.blocks["0"]
+    seen: list[tuple[Tensor, Places]] = []
+    layer.register_forward_pre_hook(lambda module, args: seen.append(args))  # type: ignore[arg-type]
+    with torch.inference_mode():
+        found = model.forward_ids(*pack(random_rows([5, 1, 9], spec.embedding.vocab_size), 0).encoder_args())
+        x, places = seen[0]
+        wanted = x + 0.3 * layer.attention(layer.attention_norm(x), places) + 0.3 * layer.mlp(layer.mlp_norm(x))  # type: ignore[operator]
+    assert (found - wanted).abs().max() < 1e-5
+    assert (found - x).abs().max() > 0.1

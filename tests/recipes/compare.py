@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.tiny import edit_json, make_checkpoint
 from toolkit.attention import choose_backend
 from toolkit.checkpoint import open_checkpoint
-from toolkit.nn.model import Encoder, build_encoder, fill, part_shapes
+from toolkit.nn.model import Encoder, build_encoder, fill, part_groups, part_shapes
 from toolkit.parity.references import TransformersReference
 from toolkit.parity.rule import bound, max_abs
 from toolkit.recipe import Recipe
@@ -50,6 +50,7 @@ def encoder(recipe: Recipe, folder: Path, dtype: torch.dtype = torch.float32) ->
         aliases=recipe.aliases,
         expected=part_shapes(model),
         dtype=dtype,
+        groups=part_groups(model),
     )
     fill(model, loaded.state, CPU)
     return model

@@ -17,7 +17,7 @@ from toolkit.batch import PackedBatch, pack, pack_embeds
 from toolkit.checkpoint import TensorSet
 from toolkit.errors import CheckpointError
 from toolkit.inputs import Row
-from toolkit.nn.model import Encoder, build_encoder, fill, part_shapes
+from toolkit.nn.model import Encoder, build_encoder, fill, part_groups, part_shapes
 from toolkit.recipe import Recipe
 from toolkit.spec import EncoderSpec
 from toolkit.tensorfile import TensorInfo
@@ -58,13 +58,15 @@ def load(recipe: Recipe, tensors: Mapping[str, Tensor], **config: Any) -> Loaded
         name: TensorInfo(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), file=None)  # type: ignore[arg-type]
         for name, tensor in tensors.items()
     }
+    module = build(read(recipe, **config))
     return load_weights(
         TensorSet(info=info, read=dict(tensors).__getitem__),
         rules=recipe.rules,
         prefixes=recipe.prefixes,
         aliases=recipe.aliases,
-        expected=part_shapes(build(read(recipe, **config))),
+        expected=part_shapes(module),
         dtype=torch.float32,
+        groups=part_groups(module),
     )
 
 

@@ -11,14 +11,17 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import toolkit
 from tests.recipes.compare import assert_parity, both_reaches, checkpoint, encoder, packed, read
-from tests.tiny import edit_json, heat, make_checkpoint, make_tokenizer
+from tests.tiny import edit_json, heat, make_checkpoint, make_decoder, make_tokenizer
 from toolkit.errors import CheckpointError, UnsupportedError
-from toolkit.recipe import Recipe
+from toolkit.recipe import ConfigReader, Recipe
 from toolkit.registry import find_recipe
 from toolkit.spec import Llama3Scaling, YarnScaling
 
 LLAMA, QWEN2, QWEN3 = (find_recipe(name).recipe for name in ("llama", "qwen2", "qwen3"))
-DECODERS = [LLAMA, QWEN2, QWEN3]
+SMOLLM3, GRANITE, OLMO2 = (find_recipe(name).recipe for name in ("smollm3", "granite", "olmo2"))
+MISTRAL, PHI3 = (find_recipe(name).recipe for name in ("mistral", "phi3"))
+DECODERS = [LLAMA, QWEN2, QWEN3, SMOLLM3, GRANITE, OLMO2, MISTRAL, PHI3]
+SLIDES = {"qwen2": [1, 2], "qwen3": [1, 2], "smollm3": [1, 3], "mistral": [0, 1, 2], "phi3": [0, 1, 2]}
 LLAMA3 = {
     "rope_type": "llama3",
     "factor": 8.0,
@@ -52,8 +55,8 @@ def test_what_each_layer_sees(recipe: Recipe, tmp_path: Path) -> None:
     ours, theirs = both_reaches(recipe, folder, "self_attn", 20)
     assert ours == theirs
     full, window = list(range(10)), list(range(6))
-    slides = {"llama": [], "qwen2": [1, 2], "qwen3": [1, 2]}[recipe.model_type]
-    assert ours == [window if layer in slides else full for layer in range(3)]
+    slides = SLIDES.get(recipe.model_type, [])
+    assert ours == [window if layer in slides else full for layer in range(len(ours))]
 
 
 @pytest.mark.parametrize("recipe", DECODERS, ids=lambda recipe: recipe.model_type)
@@ -183,18 +186,19 @@ def test_a_language_model_as_an_embedding_model(recipe: Recipe, tmp_path: Path) 
     report = toolkit.convert(str(folder), tmp_path / "out")
     assert report.manifest.task == "embed"
     assert report.parity.passed, report.parity.summary()
-    assert [entry["action"] for entry in report.manifest.audit if entry["source"] == "lm_head.weight"] == ["dropped"]
+    dropped = [entry["action"] for entry in report.manifest.audit if entry["source"] == "lm_head.weight"]
+    assert dropped == ([] if AutoConfig.for_model(**recipe.tiny).tie_word_embeddings else ["dropped"])
     texts = ["the fox", "the quick brown fox jumps over the lazy dog", ""]
     theirs = SentenceTransformer(str(folder), device="cpu").encode(texts, convert_to_tensor=True)
     runner = toolkit.load(tmp_path / "out", device="cpu", mode="eager")
     assert (runner.embed(texts) - theirs).abs().max() < 1e-5
 
 
-def test_a_language_model_without_a_pipeline_is_no_guess(tmp_path: Path) -> None:
-    folder = make_checkpoint(tmp_path / "m", QWEN3, pooling=None)
-    edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"])
-    with pytest.raises(UnsupportedError, match="say --task embed"):
-        toolkit.convert(str(folder), tmp_path / "out", verify=False)
+def test_a_language_model_without_a_pipeline_generates(tmp_path: Path) -> None:
+    """By default it does what its class is for; the task says what else."""
+    folder = make_decoder(tmp_path / "m", QWEN3)
+    assert toolkit.convert(str(folder), tmp_path / "a", verify=False).manifest.task == "generate"
+    assert toolkit.convert(str(folder), tmp_path / "b", "embed", verify=False).manifest.task == "embed"
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -230,7 +234,13 @@ def test_head_sizes_that_are_not_stated(recipe: Recipe) -> None:
     """I1: hidden size / heads, but 128 in Qwen3."""
     (attention, *_) = read(recipe, head_dim=...).attentions
     assert attention.head_dim == (128 if recipe is QWEN3 else 10)
-    kv_heads = {"llama": 32, "qwen2": 32, "qwen3": 32}[recipe.model_type]
-    length = {"llama": 2048, "qwen2": 32_768, "qwen3": 32_768}[recipe.model_type]
-    spec = recipe.read_config({"model_type": recipe.model_type})[0]
-    assert (spec.attentions[0].heads, spec.attentions[0].kv_heads, spec.usable_length) == (32, kv_heads, length)
+
+
+@pytest.mark.parametrize("recipe", DECODERS, ids=lambda recipe: recipe.model_type)
+def test_defaults_are_those_of_transformers(recipe: Recipe) -> None:
+    """I1: a configuration that says nothing is the one that says what transformers' class has."""
+    said, nothing = AutoConfig.for_model(recipe.model_type).to_dict(), {"model_type": recipe.model_type}
+    assert recipe.read_config(nothing)[0] == recipe.read_config(said)[0]
+    spec = recipe.read_config(nothing)[0]
+    (head,) = recipe.heads
+    assert head.steps(ConfigReader(nothing), spec, 0) == head.steps(ConfigReader(said), spec, 0)

@@ -1,6 +1,7 @@
-"""What is particular to Gemma 3 as an encoder."""
+"""What is particular to Gemma 3, as a causal decoder and as a bidirectional encoder."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 from transformers import AutoConfig, Gemma3ForCausalLM, Gemma3TextConfig
 
+import toolkit
 from tests.recipes.compare import (
     assert_parity,
     assert_same_weights,
@@ -19,12 +21,15 @@ from tests.recipes.compare import (
     read_all,
     rewrite,
 )
-from tests.tiny import heat
+from tests.tiny import heat, make_decoder
 from toolkit.errors import CheckpointError, UnsupportedError
+from toolkit.parity import verify_folder
 from toolkit.parity.references import TransformersReference
 from toolkit.registry import find_recipe
 
-RECIPE = find_recipe("gemma3_text").recipe
+BIDIRECTIONAL = {"use_bidirectional_attention": True}
+RECIPE = find_recipe("gemma3_text", config=BIDIRECTIONAL).recipe
+DECODER = find_recipe("gemma3_text").recipe
 FULL, LOCAL = "full_attention", "sliding_attention"
 
 
@@ -81,11 +86,43 @@ def test_explicit_layer_types_win(tmp_path: Path) -> None:
     assert_parity(RECIPE, checkpoint(tmp_path / "m", RECIPE, layer_types=types), [5, 9, 26])
 
 
-@pytest.mark.parametrize("value", [False, ...])
-def test_a_causal_model_is_refused(value: object) -> None:
-    """B4: the flag decides, and the class's default is causal."""
-    with pytest.raises(UnsupportedError, match="use_bidirectional_attention = False"):
-        read(RECIPE, use_bidirectional_attention=value)
+@pytest.mark.parametrize("value", [True, False, ...])
+def test_the_flag_decides(value: object, tmp_path: Path) -> None:
+    """B3, B4, B5: causal by default; a window then holds the token itself, and is no whole width to both sides."""
+    raw = {name: field for name, field in {**RECIPE.tiny, **BIDIRECTIONAL}.items() if name not in BIDIRECTIONAL}
+    raw |= {} if value is ... else {"use_bidirectional_attention": value}
+    recipe = find_recipe("gemma3_text", config=raw).recipe
+    assert recipe is (RECIPE if value is True else DECODER)
+    assert ("generate" in recipe.all_tasks) == (value is not True)
+    folder = checkpoint(tmp_path / "m", recipe)
+    ours, theirs = both_reaches(recipe, folder, "self_attn", 25)
+    near, everything = (range(-4, 5), range(-12, 13)) if value is True else (range(9), range(13))
+    assert ours == theirs == [list(near), list(everything)] * 2
+    assert_parity(recipe, folder, [1, 2, 4, 5, 8, 9, 10, 18, 26])
+
+
+def test_a_bidirectional_model_generates_nothing(tmp_path: Path) -> None:
+    folder = checkpoint(tmp_path / "m", RECIPE)
+    with pytest.raises(UnsupportedError, match="generate"):
+        toolkit.convert(str(folder), tmp_path / "out", "generate", verify=False)
+
+
+def test_a_causal_window_holds_something() -> None:
+    assert {attention.reach for attention in read(DECODER, sliding_window=1).attentions} == {0, None}
+    with pytest.raises(CheckpointError, match="sliding_window = 0"):
+        read(DECODER, sliding_window=0)
+
+
+@pytest.mark.parametrize("cap", [None, 0.5, ...])
+def test_capped_logits_of_the_decoder(cap: object, tmp_path: Path) -> None:
+    """I2: null and absent are none."""
+    changed = {name: field for name, field in DECODER.tiny.items() if name != "final_logit_softcapping"}
+    changed |= {} if cap is ... else {"final_logit_softcapping": cap}
+    folder = make_decoder(tmp_path / "m", replace(DECODER, tiny=changed))
+    manifest = toolkit.convert(str(folder), tmp_path / "out", verify=False).manifest
+    report = verify_folder(tmp_path / "out", folder, device="cpu", modes=["eager"])
+    assert report.passed, report.summary()
+    assert len(manifest.head.steps) == (2 if cap == 0.5 else 1)
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from toolkit.spec import AttentionSpec, DisentangledSpec
 
 __all__ = ["ANY", "BACKENDS", "HALF", "AttentionBackend", "Backend", "choose_backend", "choose_from"]
 
-Scores = Literal["plain", "window", "bias", "disentangled"]
+Scores = Literal["plain", "window", "capped", "bias", "disentangled"]
 
 
 class AttentionBackend(Protocol):
@@ -39,11 +39,13 @@ class AttentionBackend(Protocol):
         reach: int,
         keys_S: Tensor | None = None,
         causal: bool = False,
+        softcap: float = 0.0,
     ) -> Tensor:
         """Attend within each sequence, if `causal` to a token itself and those before it.
 
         `reach` is how far to either side, -1 for all. Only the first `keys_S` (int32 [S]) tokens of a sequence are
-        attended to, None for all; each token must reach one of them.
+        attended to, None for all; each token must reach one of them. With a `softcap` (0 for none) the scores are
+        softcap × tanh(scores / softcap).
         """
         ...
 
@@ -81,7 +83,7 @@ class Backend:
     """One row of the table: where it lives and what it can do.
 
     `keyed` are the kinds of scores with which it can leave keys out (`keys_S` of `AttentionBackend.attend`), `causal`
-    those with which it can leave out what comes later.
+    those with which it can leave out what comes later. Those with "capped" scores have them with windows too.
     """
 
     name: str
@@ -128,7 +130,11 @@ def _scores(spec: AttentionSpec) -> Scores:
     if spec.distance is not None:
         if spec.reach is not None:
             raise UnsupportedError("a window together with a bias by distance is not supported")
+        if spec.softcap is not None:
+            raise UnsupportedError("capped scores together with a bias by distance are not supported")
         return "disentangled" if isinstance(spec.distance, DisentangledSpec) else "bias"
+    if spec.softcap is not None:
+        return "capped"
     return "plain" if spec.reach is None else "window"
 
 
@@ -154,9 +160,9 @@ BACKENDS = (
         dtypes=(torch.float32, *HALF),
         max_head_dim=128,
         head_dim_multiple=1,
-        scores=("plain", "window", "bias", "disentangled"),
-        keyed=("plain", "window"),
-        causal=("plain", "window"),
+        scores=("plain", "window", "capped", "bias", "disentangled"),
+        keyed=("plain", "window", "capped"),
+        causal=("plain", "window", "capped"),
     ),
     # With fewer keys than queries the kernel's window hangs on the last key instead of on the query's own place.
     Backend(
@@ -186,9 +192,9 @@ BACKENDS = (
         dtypes=ANY,
         max_head_dim=2**30,
         head_dim_multiple=1,
-        scores=("plain", "window", "bias", "disentangled"),
-        keyed=("plain", "window"),
-        causal=("plain", "window"),
+        scores=("plain", "window", "capped", "bias", "disentangled"),
+        keyed=("plain", "window", "capped"),
+        causal=("plain", "window", "capped"),
     ),
 )
 

@@ -26,9 +26,11 @@ def attend(
     reach: int,
     keys_S: Tensor | None = None,
     causal: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
     assert not causal, "not yet on CUDA"
+    assert softcap == 0, "scores are not capped"
     assert reach < 0, "this kernel has no windows"
     groups = q_TNH.shape[1] // k_TKH.shape[1]
     if groups > 1:  # the kernel wants as many key/value heads as query heads

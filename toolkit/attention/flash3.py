@@ -33,9 +33,11 @@ def attend(
     reach: int,
     keys_S: Tensor | None = None,
     causal: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
     assert not causal, "not yet on CUDA"
+    assert softcap == 0, "scores are not capped"
     from fa3_fwd_interface import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
 
     assert reach < 0, "the package's build has no windows"

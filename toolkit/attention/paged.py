@@ -30,6 +30,7 @@ class PagedBackend(Protocol):
         max_len: Tensor,
         scale: float,
         reach: int,
+        softcap: float,
     ) -> Tensor:
         """Put the new keys and values into the cache, and attend to all that a sequence has there, causally.
 
@@ -37,8 +38,8 @@ class PagedBackend(Protocol):
         page × P + place in the page, or -1 for nowhere; `starts` int32 [S] how many tokens of a sequence were there
         before; `lanes` int32 [S] its row of `tables` int32 [lanes, pages], which names its pages; `cu_seqlens` int32
         [S + 1] where its new tokens begin; `max_len` int32 [1] on the CPU bounds their number from above. A token sees
-        itself and, of those before it, the last `reach`, or all for -1. Returns [T, N, H]; rows beyond
-        `cu_seqlens[-1]` are undefined.
+        itself and, of those before it, the last `reach`, or all for -1. With a `softcap` (0 for none) the scores are
+        softcap × tanh(scores / softcap). Returns [T, N, H]; rows beyond `cu_seqlens[-1]` are undefined.
         """
         ...
 
@@ -52,8 +53,8 @@ PAGED_BACKENDS = (
         dtypes=(torch.float32, *HALF),
         max_head_dim=256,
         head_dim_multiple=1,
-        scores=("plain", "window"),
-        causal=("plain", "window"),
+        scores=("plain", "window", "capped"),
+        causal=("plain", "window", "capped"),
     ),
     Backend(
         name="sdpa",
@@ -62,8 +63,8 @@ PAGED_BACKENDS = (
         dtypes=ANY,
         max_head_dim=2**30,
         head_dim_multiple=1,
-        scores=("plain", "window"),
-        causal=("plain", "window"),
+        scores=("plain", "window", "capped"),
+        causal=("plain", "window", "capped"),
     ),
 )
 

@@ -12,7 +12,11 @@ import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
 
+from toolkit.attention.triton_kernel import capped
+
 __all__ = ["attend_many", "attend_one", "store"]
+
+_LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -64,6 +68,7 @@ def _online(
     row,
     HEAD_DIM: tl.constexpr,
     REACH: tl.constexpr,
+    CAP: tl.constexpr,
     PAGE: tl.constexpr,
     COLUMNS: tl.constexpr,
     DIMS: tl.constexpr,
@@ -77,7 +82,7 @@ def _online(
         page = tl.load(table + columns // PAGE, mask=there, other=0).to(tl.int64)
         slot = (page * PAGE + columns % PAGE) * row
         keys = tl.load(k + slot[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-        scores = tl.dot(queries, keys, input_precision="ieee") * scale
+        scores = capped(tl.dot(queries, keys, input_precision="ieee") * scale, CAP)
         seen = there[None, :] & (columns[None, :] <= places[:, None])
         if REACH >= 0:
             seen = seen & (places[:, None] - columns[None, :] <= REACH)
@@ -113,6 +118,7 @@ def _many_kernel(
     HEAD_DIM: tl.constexpr,
     KV_HEADS: tl.constexpr,
     REACH: tl.constexpr,
+    CAP: tl.constexpr,
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -159,6 +165,7 @@ def _many_kernel(
         KV_HEADS * HEAD_DIM,
         HEAD_DIM,
         REACH,
+        CAP,
         PAGE,
         COLUMNS,
         DIMS,
@@ -181,6 +188,7 @@ def attend_many(
     cu_seqlens: Tensor,
     scale: float,
     reach: int,
+    softcap: float,
 ) -> Tensor:
     """Attention of sequences with any number of new tokens, whose keys and values are stored already: [T, N, H]."""
     tokens, heads, size = q_TNH.shape
@@ -200,7 +208,7 @@ def attend_many(
         lanes,
         tables,
         cu_seqlens,
-        scale * 1.4426950408889634,
+        scale * _LOG2_E,
         q_TNH.stride(0),
         q_TNH.stride(1),
         tables.stride(0),
@@ -210,6 +218,7 @@ def attend_many(
         HEAD_DIM=size,
         KV_HEADS=kv_heads,
         REACH=reach,
+        CAP=softcap * _LOG2_E,  # of base-2 scores
         PAGE=page,
         ROWS=rows,
         COLUMNS=columns,
@@ -239,6 +248,7 @@ def _one_kernel(
     HEAD_DIM: tl.constexpr,
     KV_HEADS: tl.constexpr,
     REACH: tl.constexpr,
+    CAP: tl.constexpr,
     PAGE: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -278,6 +288,7 @@ def _one_kernel(
         KV_HEADS * HEAD_DIM,
         HEAD_DIM,
         REACH,
+        CAP,
         PAGE,
         COLUMNS,
         DIMS,
@@ -321,6 +332,7 @@ def attend_one(
     cu_seqlens: Tensor,
     scale: float,
     reach: int,
+    softcap: float,
 ) -> Tensor:
     """Like `attend_many`, for sequences with one new token each, or none."""
     tokens, heads, size = q_TNH.shape
@@ -347,7 +359,7 @@ def attend_one(
         lanes,
         tables,
         cu_seqlens,
-        scale * 1.4426950408889634,
+        scale * _LOG2_E,
         q_TNH.stride(0),
         q_TNH.stride(1),
         tables.stride(0),
@@ -355,6 +367,7 @@ def attend_one(
         HEAD_DIM=size,
         KV_HEADS=kv_heads,
         REACH=reach,
+        CAP=softcap * _LOG2_E,  # of base-2 scores
         PAGE=page,
         SPLITS=splits,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),

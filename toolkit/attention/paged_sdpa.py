@@ -7,6 +7,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from toolkit.attention.sdpa import attend_capped
+
 __all__ = ["attend_paged", "why_unavailable"]
 
 
@@ -48,6 +50,7 @@ def attend_paged(
     max_len: Tensor,
     scale: float,
     reach: int,
+    softcap: float,
 ) -> Tensor:
     """See `toolkit.attention.paged.PagedBackend`."""
     o_TNH = q_TNH.new_empty(q_TNH.shape)
@@ -64,13 +67,15 @@ def attend_paged(
         first = max(0, start - reach) if reach >= 0 else 0
         pages = tables[lane, : -(-(start + new) // size)].tolist()
         k_KLH, v_KLH = (_keys(cache, pages, first, start + new).transpose(0, 1) for cache in (k_cache, v_cache))
-        whole = start == 0 and not 0 <= reach < new - 1  # then the mask is the plain causal one
+        whole = not softcap and start == 0 and not 0 <= reach < new - 1  # then the mask is SDPA's causal one
         mask = None if whole or new == 1 else _mask(start, new, first, reach)
         causal = whole and new > 1
         q_NTH = q_TNH[begin:end].transpose(0, 1)
-        o_1NTH = F.scaled_dot_product_attention(
-            q_NTH[None], k_KLH[None], v_KLH[None], mask, is_causal=causal, scale=scale, enable_gqa=gqa
-        )
+        qkv = (q_NTH[None], k_KLH[None], v_KLH[None])
+        if softcap:
+            o_1NTH = attend_capped(*qkv, mask, scale, softcap)
+        else:
+            o_1NTH = F.scaled_dot_product_attention(*qkv, mask, is_causal=causal, scale=scale, enable_gqa=gqa)
         o_TNH[begin:end] = o_1NTH[0].transpose(0, 1)
     return o_TNH
 

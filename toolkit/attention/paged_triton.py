@@ -26,6 +26,7 @@ def attend_paged(
     max_len: Tensor,
     scale: float,
     reach: int,
+    softcap: float,
 ) -> Tensor:
     """See `toolkit.attention.paged.PagedBackend`.
 
@@ -35,7 +36,7 @@ def attend_paged(
 
     store(k_TKH, v_TKH, k_cache, v_cache, slots)
     attend = attend_one if int(max_len.item()) <= 1 else attend_many
-    return attend(q_TNH, k_cache, v_cache, starts, lanes, tables, cu_seqlens, scale, reach)
+    return attend(q_TNH, k_cache, v_cache, starts, lanes, tables, cu_seqlens, scale, reach, softcap)
 
 
 @attend_paged.register_fake

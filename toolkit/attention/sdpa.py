@@ -1,7 +1,7 @@
 """CPU attention: torch's SDPA per sequence, with runs of equally long neighbours in one call.
 
 Shape suffixes: T tokens, N query heads, K key/value heads, H head size, S sequences, B sequences of one
-length L (in `content`: B buckets), R distances.
+length L (in `content`: B buckets), M keys, R distances.
 """
 
 import itertools
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-__all__ = ["attend", "attend_biased", "attend_disentangled", "why_unavailable"]
+__all__ = ["attend", "attend_biased", "attend_capped", "attend_disentangled", "why_unavailable"]
 
 
 def why_unavailable() -> str | None:
@@ -31,6 +31,21 @@ def _runs(cu_seqlens: Tensor, keys_S: Tensor | None) -> Iterator[tuple[int, int,
         start = stop
 
 
+def attend_capped(
+    q_BNLH: Tensor, k_BKMH: Tensor, v_BKMH: Tensor, seen_LM: Tensor | None, scale: float, softcap: float
+) -> Tensor:
+    """Attention with scores softcap × tanh(scores / softcap), which SDPA has not: [B, N, L, H].
+
+    Written out, in float32 at least. `seen_LM` (bool) says which keys a query sees, None for all.
+    """
+    wide = torch.promote_types(q_BNLH.dtype, torch.float32)
+    q, k, v = (x.to(wide).unflatten(1, (k_BKMH.shape[1], -1)) for x in (q_BNLH, k_BKMH, v_BKMH))
+    scores = (q @ k.mT).mul_(scale / softcap).tanh_().mul_(softcap)
+    if seen_LM is not None:
+        scores.masked_fill_(~seen_LM, float("-inf"))
+    return (scores.softmax(-1) @ v).flatten(1, 2).to(q_BNLH.dtype)
+
+
 def _attend(
     q_TNH: Tensor,
     k_TKH: Tensor,
@@ -40,6 +55,7 @@ def _attend(
     mask_of: Callable[[int, int, int], Tensor | None],
     keys_S: Tensor | None = None,
     causal: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """`mask_of` gives what is added to the scores of a run: broadcastable to [B, N, L, L], or None."""
     o_TNH = q_TNH.new_empty(q_TNH.shape)
@@ -49,8 +65,11 @@ def _attend(
         mask = mask_of(start, stop, length)
         if keys < length:
             k, v, mask = k[..., :keys, :], v[..., :keys, :], None if mask is None else mask[..., :keys]
-        plain = causal and mask is None
-        o_BNLH = F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scale, enable_gqa=gqa)
+        if softcap:
+            o_BNLH = attend_capped(q, k, v, mask, scale, softcap)
+        else:
+            plain = causal and mask is None
+            o_BNLH = F.scaled_dot_product_attention(q, k, v, mask, is_causal=plain, scale=scale, enable_gqa=gqa)
         o_TNH[start:stop].unflatten(0, (-1, length)).copy_(o_BNLH.transpose(1, 2))
     return o_TNH
 
@@ -72,17 +91,19 @@ def attend(
     reach: int,
     keys_S: Tensor | None = None,
     causal: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`."""
 
     def mask_of(start: int, stop: int, length: int) -> Tensor | None:
-        if not 0 <= reach < length - 1:
+        window = 0 <= reach < length - 1
+        if not window and not (softcap and causal):  # SDPA has the plain causal mask itself
             return None
         distances = _distances(length, torch.int32)
-        near = distances <= reach
+        near = distances <= (reach if window else length)
         return near.logical_and_(distances >= (0 if causal else -reach))
 
-    return _attend(q_TNH, k_TKH, v_TKH, cu_seqlens, scale, mask_of, keys_S, causal)
+    return _attend(q_TNH, k_TKH, v_TKH, cu_seqlens, scale, mask_of, keys_S, causal, softcap)
 
 
 @torch.library.custom_op("toolkit::sdpa_attention_biased", mutates_args=())

@@ -12,8 +12,17 @@ import torch
 import triton  # pyright: ignore[reportMissingImports]
 import triton.language as tl  # pyright: ignore[reportMissingImports]
 from torch import Tensor
+from triton.language.extra import libdevice  # pyright: ignore[reportMissingImports]
 
-__all__ = ["launch"]
+__all__ = ["capped", "launch"]
+
+
+@triton.jit
+def capped(scores, CAP: tl.constexpr):
+    """CAP × tanh(scores / CAP); the scores as they are for a CAP of 0."""
+    if CAP > 0:
+        scores = CAP * libdevice.tanh(scores / CAP)
+    return scores
 
 
 @triton.jit
@@ -47,6 +56,7 @@ def _attend_kernel(
     CONTENT_K: tl.constexpr,
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
+    CAP: tl.constexpr,
     PRECISION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
@@ -88,7 +98,7 @@ def _attend_kernel(
         keys = tl.load(
             k + columns[None, :].to(tl.int64) * k_row + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0
         )
-        scores = tl.dot(queries, keys, input_precision=PRECISION) * scale
+        scores = capped(tl.dot(queries, keys, input_precision=PRECISION) * scale, CAP)
         valid = there[None, :]
         if REACH >= 0:
             valid = valid & (tl.abs(rows[:, None] - columns[None, :]) <= REACH)
@@ -140,6 +150,7 @@ def launch(
     bucket_of_R: Tensor | None = None,
     keys_S: Tensor | None = None,
     causal: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """Attend within each sequence. Heads are contiguous in q, k and v; rows and heads may be strided.
 
@@ -152,6 +163,7 @@ def launch(
         bucket_of_R: int32, the bucket of a distance.
         keys_S: int32, how many tokens at the start of each sequence are attended to; None for all.
         causal: whether a query sees only itself and what is before it.
+        softcap: bounds the scores, as softcap × tanh(scores / softcap); 0 for none.
 
     Returns:
         [T, N, H]; rows beyond the last sequence are undefined.
@@ -199,6 +211,7 @@ def launch(
         CONTENT_K=content_k_TNB is not None,
         KEYS=keys_S is not None,
         CAUSAL=causal,
+        CAP=softcap,
         PRECISION="ieee",
         ROWS=rows,
         COLUMNS=columns,

@@ -31,12 +31,13 @@ def attend(
     reach: int,
     keys_S: Tensor | None = None,
     causal: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
     from toolkit.attention.triton_kernel import launch
 
-    longest = int(max_len.item())
-    return launch(q_TNH, k_TKH, v_TKH, cu_seqlens, longest, scale, reach=reach, keys_S=keys_S, causal=causal)
+    options = {"reach": reach, "keys_S": keys_S, "causal": causal, "softcap": softcap}
+    return launch(q_TNH, k_TKH, v_TKH, cu_seqlens, int(max_len.item()), scale, **options)
 
 
 @torch.library.custom_op("toolkit::triton_attention_biased", mutates_args=())

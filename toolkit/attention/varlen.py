@@ -31,9 +31,11 @@ def attend(
     reach: int,
     keys_S: Tensor | None = None,
     causal: bool = False,
+    softcap: float = 0.0,
 ) -> Tensor:
     """See `toolkit.attention.AttentionBackend`. `max_len` sets the launch grid: a captured graph bakes it in."""
     assert not causal, "not yet on CUDA"
+    assert softcap == 0, "scores are not capped"
     longest = int(max_len.item())
     window = reach if reach >= 0 else None
     return torch.ops.aten._flash_attention_forward(

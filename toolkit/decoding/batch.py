@@ -20,6 +20,8 @@ __all__ = ["EmbedsStep", "Piece", "StepBatch", "pack_step"]
 class StepBatch(Batch):
     """The next tokens of some sequences. `positions` are places in the sequence, in the model's own counting.
 
+    An id below 0 stands for the token that the step before chose for lane -1 - id.
+
     Attributes:
         slots: int32 [T], where each token's key and value go: page × page size + place, or -1 for nowhere.
         starts: int32 [S], how many tokens of each sequence are in the cache.
@@ -71,7 +73,7 @@ class Piece(Protocol):
         ...
 
     @property
-    def pages(self) -> np.ndarray:
+    def pages(self) -> Sequence[int]:
         """The numbers of the sequence's pages."""
         ...
 
@@ -86,14 +88,23 @@ def pack_step(
     pieces: Sequence[Piece], position_start: int, page: int, width: int, dtype: torch.dtype, device: torch.device
 ) -> StepBatch:
     """Pack a step; `embeds`, if there are any, are built on `device` in `dtype`, the rest on the CPU."""
-    places = [np.arange(piece.start, piece.stop, dtype=np.int32) for piece in pieces]
-    slots = [piece.pages[place // page] * page + place % page for piece, place in zip(pieces, places, strict=True)]
-    lengths = [len(place) for place in places]
+    lengths = [piece.stop - piece.start for piece in pieces]
+    bounds = np.cumsum([0, *lengths], dtype=np.int32)
+    ids, positions, slots = (np.empty(bounds[-1], np.int32) for _ in range(3))
+    for piece, begin, length in zip(pieces, bounds.tolist(), lengths, strict=False):
+        start = piece.start
+        if length == 1:  # most pieces of most steps
+            ids[begin], positions[begin] = piece.ids[0], start
+            slots[begin] = piece.pages[start // page] * page + start % page
+            continue
+        places = np.arange(start, piece.stop, dtype=np.int32)
+        ids[begin : begin + length], positions[begin : begin + length] = piece.ids, places
+        slots[begin : begin + length] = np.array(piece.pages, np.int32)[places // page] * page + places % page
     batch = StepBatch(
-        ids=joined([piece.ids for piece in pieces]),
-        positions=joined([place + position_start for place in places]),
-        slots=joined(slots),
-        cu_seqlens=joined([np.cumsum([0, *lengths], dtype=np.int32)]),
+        ids=joined([ids]),
+        positions=joined([positions + position_start]),
+        slots=joined([slots]),
+        cu_seqlens=joined([bounds]),
         starts=joined([np.array([piece.start for piece in pieces], np.int32)]),
         lanes=joined([np.array([piece.lane for piece in pieces], np.int32)]),
         max_len=torch.tensor([max(lengths, default=0)], dtype=torch.int32),

@@ -105,14 +105,16 @@ class PagePool:
 
 
 class PageTables:
-    """The pages of each running sequence, on the device: int32 [lanes, pages of a sequence].
+    """The pages of each running sequence, on the device: int32 [lanes + 1, pages of a sequence].
 
     A row is written as a sequence gets pages; captured graphs read it at a fixed address. Entries behind a sequence's
-    own pages are what an earlier one left, and are never read.
+    own pages are what an earlier one left, and are never read. Lanes count from 1: row 0 belongs to nobody, and empty
+    sequences of a bucket point to it.
     """
 
     def __init__(self, lanes: int, pages: int, device: torch.device) -> None:
-        self.tensor = torch.zeros(lanes, pages, dtype=torch.int32, device=device)
+        self.lanes = range(1, lanes + 1)
+        self.tensor = torch.zeros(lanes + 1, pages, dtype=torch.int32, device=device)
         self._waiting: dict[int, int] = {}
 
     def write(self, lane: int, first: int, pages: Sequence[int]) -> None:

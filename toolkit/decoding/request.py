@@ -25,7 +25,8 @@ class Request:
         random: its own random numbers.
         tokens: the ids of prompt and result; zero for tokens given as embeddings.
         length: how many of `tokens` are there.
-        computed: how many of them have their keys and values in the cache.
+        awaited: how many of them, at the end, are being computed still: in their place stands -1 - lane.
+        computed: how many of them have their keys and values in the cache, or will when the steps under way are done.
         pages: the numbers of its pages.
         lane: its row of the page tables, None while it waits.
         finished: why it ended; empty while it goes on.
@@ -37,6 +38,7 @@ class Request:
     random: np.random.Generator
     tokens: np.ndarray
     length: int
+    awaited: int = 0
     computed: int = 0
     pages: list[int] = field(default_factory=list)
     lane: int | None = None
@@ -64,14 +66,34 @@ class Request:
         return self.length - self.computed
 
     @property
+    def known(self) -> int:
+        """How many tokens are known, those of the prompt and the generated ones."""
+        return self.length - self.awaited
+
+    @property
+    def complete(self) -> bool:
+        """Whether there will be no more tokens than those that are there or under way."""
+        return self.length == len(self.tokens)
+
+    @property
     def generated(self) -> np.ndarray:
         """The ids generated so far."""
-        return self.tokens[len(self.row) : self.length]
+        return self.tokens[len(self.row) : self.known]
+
+    def expect(self) -> None:
+        """Make room for a token that is being computed."""
+        assert self.lane is not None
+        self.tokens[self.length] = -1 - self.lane
+        self.length += 1
+        self.awaited += 1
 
     def append(self, token: int) -> None:
-        """Add a generated token."""
-        self.tokens[self.length] = token
-        self.length += 1
+        """Add a generated token, in the place of the first that is awaited if there is one."""
+        self.tokens[self.known] = token
+        if self.awaited:
+            self.awaited -= 1
+        else:
+            self.length += 1
 
     def digest(self, number: int, page: int) -> bytes:
         """What identifies page `number` of the sequence, for pages of `page` tokens; it must be full."""
@@ -129,9 +151,9 @@ class Share:
         return self.request.tokens[self.start : self.stop]
 
     @property
-    def pages(self) -> np.ndarray:
+    def pages(self) -> Sequence[int]:
         """The numbers of the sequence's pages."""
-        return np.array(self.request.pages, np.int32)
+        return self.request.pages
 
     @property
     def embeds(self) -> Sequence[tuple[int, Tensor]]:

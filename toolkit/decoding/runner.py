@@ -1,10 +1,12 @@
 """Run a converted decoder: inputs → requests → steps → tokens and text."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer
 from torch import Tensor
 
 from toolkit.artifact import Artifact
@@ -24,7 +26,8 @@ from toolkit.errors import InputError
 from toolkit.executor import RunnerStats
 from toolkit.inputs import Row, TokenIds, check_row
 from toolkit.loaded import Loaded
-from toolkit.nn.decoder import StepOutput, build_decoder
+from toolkit.nn.decoder import Decoder, StepOutput, build_decoder
+from toolkit.nn.gemv import can_serve_few_rows, serve_few_rows
 from toolkit.rows import Input, read_rows
 from toolkit.tokenizer import TextEncoder
 
@@ -72,6 +75,8 @@ class DecoderRunner(Loaded[StepOutput]):
         self.model = build_decoder(manifest.spec, manifest.head, backend)
         super().__init__(artifact, self.model, None, device=device, mode=mode, attention=name)
         self.model.head.tie(self.model.embeddings.token.weight)
+        if can_serve_few_rows(device, artifact.dtype):
+            serve_few_rows(self.model)
         file = artifact.folder / "tokenizer.json"
         self._texts = TextEncoder(file, manifest.tokenizer, self.limits, truncate=False)
         lanes = cache.requests or (256 if device.type == "cuda" else 16)
@@ -84,22 +89,29 @@ class DecoderRunner(Loaded[StepOutput]):
         # On a CPU nothing is lost when the compiler knows nothing of sizes, and one token alone is one row's work.
         sizes, smallest = (Sizes.MANY, 2) if mode == "graph" and device.type == "cuda" else (Sizes.ANY, 1)
         self._executor = self._make_executor(
-            _step(self._entry_point("forward_ids", sizes)),
-            _step(self._entry_point("forward_embeds", sizes)),
+            _step(self.model, self._entry_point("forward_ids", sizes)),
+            _step(self.model, self._entry_point("forward_embeds", sizes)),
             StepLadder(step_tokens=step_tokens, sequences=lanes, smallest=smallest),
             (StepBatch, EmbedsStep),
         )
         self._cache, self._pages, self._tables, self.step_tokens = cache, pages, tables, step_tokens
         self.engine = self.make_engine()
+        self._inboxes: dict[int, deque[Event]] = {}
 
     def make_engine(
-        self, *, chunked: bool | None = None, caching: bool | None = None, step_tokens: int | None = None
+        self,
+        *,
+        chunked: bool | None = None,
+        caching: bool | None = None,
+        step_tokens: int | None = None,
+        ahead: bool | None = None,
     ) -> Engine:
         """An engine over the same module and the same cache, for the place of `engine` while that has nothing to do.
 
         Args:
             chunked, caching: whether prompts may be spread over steps, and pages be shared; default: as loaded.
             step_tokens: at most so many tokens in a step; default: as loaded.
+            ahead: whether a step is queued before the tokens of the one before are known; default: on CUDA.
         """
         manifest, cache = self.artifact.manifest, self._cache
         scheduler = Scheduler(
@@ -113,11 +125,12 @@ class DecoderRunner(Loaded[StepOutput]):
             self._executor,
             scheduler,
             limits=self.limits,
-            hidden=manifest.spec.hidden,
+            hidden=manifest.spec.state_width,
             position_start=manifest.spec.embedding.position_start,
             ends=manifest.ends,
             head=self.model.head.per_token,
-            device=self.device,
+            latest=self.model.latest,
+            ahead=self.device.type == "cuda" if ahead is None else ahead,
         )
 
     def generate(
@@ -140,9 +153,9 @@ class DecoderRunner(Loaded[StepOutput]):
         """
         params = _params(max_new_tokens, temperature, settings)
         rows = self.rows(inputs)
-        collected = [_Collector(row, params) for row in rows]
-        for index, event, chunk in self._events(rows, params):
-            collected[index].add(event, chunk)
+        collected = [_Collector(row, params, self._texts.tokenizer) for row in rows]
+        for index, event, _ in self._events(rows, params, [collector.text for collector in collected]):
+            collected[index].add(event)
         return [collector.result() for collector in collected]
 
     def stream(
@@ -153,7 +166,13 @@ class DecoderRunner(Loaded[StepOutput]):
         rows = self.rows(inputs)
         for row in rows:
             self.engine.check(row, params)
-        return (chunk for _, _, chunk in self._events(rows, params))
+        return self._chunks(rows, params)
+
+    def _chunks(self, rows: list[Row], params: SamplingParams) -> Iterator[Chunk]:
+        texts = [TextStream(self._texts.tokenizer, params.stop) for _ in rows]
+        for index, event, piece in self._events(rows, params, texts):
+            reason: Any = event.finished or None
+            yield Chunk(index=index, text=piece, token_id=event.token, finish_reason=reason)
 
     def chat_prompt(self, messages: Sequence[Message], **variables: Any) -> TokenIds:
         """A conversation as the input that the artifact's chat template makes of it.
@@ -201,58 +220,74 @@ class DecoderRunner(Loaded[StepOutput]):
             **self._counters(), **vars(scheduler.stats), pages=scheduler.pool.pages, free_pages=scheduler.pool.free
         )
 
-    def _events(self, rows: list[Row], params: SamplingParams) -> Iterator[tuple[int, Event, Chunk]]:
-        """Run rows to their end: (index, what happened, what became certain of the text)."""
+    def _events(
+        self, rows: list[Row], params: SamplingParams, texts: Sequence[TextStream | None]
+    ) -> Iterator[tuple[int, Event, str]]:
+        """Run rows to their end: (index, what happened, what became certain of the text, if there is one)."""
         for row in rows:
             self.engine.check(row, params)
         index_of = {self.engine.add(row, params): index for index, row in enumerate(rows)}
-        texts = [TextStream(self._texts.tokenizer, params.stop) for _ in rows]
-        left = set(index_of)
+        numbers, inbox = list(index_of), deque[Event]()
+        self._inboxes |= dict.fromkeys(numbers, inbox)
         try:
-            while left:
-                for event in self.engine.step():
-                    if event.number not in left:
-                        continue  # of another caller
-                    index, text = index_of[event.number], texts[index_of[event.number]]
-                    piece = text.push(event.token) if event.token is not None else ""
-                    if text.stopped:
-                        self.engine.cancel(event.number, "stop")
-                        event = replace(event, finished="stop")
+            while index_of and (inbox or self.engine.busy):  # requests may also be cancelled at the engine
+                if not inbox:
+                    self._step()
+                while inbox:
+                    event = inbox.popleft()
+                    index = index_of.get(event.number)
+                    if index is None:
+                        continue  # another caller's steps led behind a stop text
+                    text, piece = texts[index], ""
+                    if text is not None and event.token is not None:
+                        piece = text.push(event.token)
+                        if text.stopped:
+                            self.engine.cancel(event.number, "stop")
+                            event = replace(event, finished="stop")
                     if event.finished:
-                        left.discard(event.number)
-                        piece += text.finish()
-                    reason: Any = event.finished or None
-                    yield index, event, Chunk(index=index, text=piece, token_id=event.token, finish_reason=reason)
+                        del index_of[event.number]
+                        piece += text.finish() if text is not None else ""
+                    yield index, event, piece
         finally:
-            for number in left:
+            for number in index_of:
                 self.engine.cancel(number)
+            for number in numbers:
+                del self._inboxes[number]
+
+    def _step(self) -> None:
+        """Run a step; what happened in it goes to those who began the requests, of which there may be several."""
+        for event in self.engine.step():
+            if event.number in self._inboxes:
+                self._inboxes[event.number].append(event)
 
 
 class _Collector:
-    """The events of one input, as its Generation."""
+    """The events of one input, as its Generation. `text` follows it only where a text may stop it."""
 
-    def __init__(self, row: Row, params: SamplingParams) -> None:
-        self._prompt_tokens, self._params = len(row), params
+    def __init__(self, row: Row, params: SamplingParams, tokenizer: Tokenizer) -> None:
+        self._prompt_tokens, self._params, self._tokenizer = len(row), params, tokenizer
+        self.text = TextStream(tokenizer, params.stop) if params.stop else None
         self._tokens: list[int] = []
-        self._text: list[str] = []
         self._logprobs = Logprobs(chosen=[], top=[])
         self._prompt_logprobs = Logprobs(chosen=[], top=[])
         self._reason: Any = "cancelled"
 
-    def add(self, event: Event, chunk: Chunk) -> None:
-        self._text.append(chunk.text)
+    def add(self, event: Event) -> None:
         if event.token is not None:
             self._tokens.append(event.token)
-        known = [] if event.logprob is None else [event.logprob]
-        for into, found in ((self._logprobs, known), (self._prompt_logprobs, event.prompt_logprobs)):
-            into.chosen.extend(own for own, _ in found)
-            into.top.extend(tops for _, tops in found)
+        if event.logprob is not None:
+            self._logprobs.chosen.append(event.logprob[0])
+            self._logprobs.top.append(event.logprob[1])
+        for own, tops in event.prompt_logprobs:
+            self._prompt_logprobs.chosen.append(own)
+            self._prompt_logprobs.top.append(tops)
         self._reason = event.finished or self._reason
 
     def result(self) -> Generation:
+        text = self.text.text if self.text is not None else self._tokenizer.decode(self._tokens)
         return Generation(
             token_ids=self._tokens,
-            text="".join(self._text),
+            text=text,
             logprobs=self._logprobs if self._params.logprobs is not None else None,
             prompt_logprobs=self._prompt_logprobs if self._params.prompt_logprobs is not None else None,
             finish_reason=self._reason,
@@ -267,15 +302,18 @@ def _params(max_new_tokens: int, temperature: float, settings: dict[str, Any]) -
         raise InputError(f"{unknown!r} is no setting of generate; there are {', '.join(known)}")
     for name in ("stop", "stop_token_ids"):
         value = settings.get(name, ())
-        settings[name] = (value,) if isinstance(value, str | int) else tuple(value)
+        settings[name] = tuple(value) if isinstance(value, list | tuple | set) else (value,)
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, **settings)
 
 
-def _step(entry: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., StepOutput]:
-    """The entry point, and each sequence's likeliest next token."""
+def _step(model: Decoder, entry: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., StepOutput]:
+    """The entry point, and each sequence's likeliest next token, which is noted as its lane's latest."""
 
     def run(*args: Tensor) -> StepOutput:
         states_TD, logits_SV = entry(*args)
-        return StepOutput(states_TD, logits_SV, logits_SV.argmax(dim=-1))
+        best_S = logits_SV.argmax(dim=-1)
+        lanes_S = args[StepBatch.ARGS.index("lanes")]
+        model.latest.index_put_((lanes_S,), best_S.to(torch.int32))
+        return StepOutput(states_TD, logits_SV, best_S)
 
     return run

@@ -18,6 +18,8 @@ from toolkit.errors import InputError
 
 __all__ = ["SamplingParams", "penalise", "sample", "top_logprobs"]
 
+_COLDEST = 1e-30  # smaller ones are none in float32
+
 
 @dataclass(frozen=True, kw_only=True)
 class SamplingParams:
@@ -114,14 +116,17 @@ def sample(logits_SV: Tensor, params: Sequence[SamplingParams], uniform: Sequenc
         return torch.tensor(values, dtype=torch.float32, device=logits_SV.device)[:, None]
 
     rows_SV = logits_SV[torch.tensor(drawn, device=logits_SV.device)]
-    rows_SV = rows_SV / column([settings.temperature for settings in chosen])
+    rows_SV = rows_SV - rows_SV.amax(dim=-1, keepdim=True)  # a tiny temperature must not make infinities of the best
+    rows_SV = rows_SV / column([max(settings.temperature, _COLDEST) for settings in chosen])
     sorted_SV, order_SV = rows_SV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(sorted_SV.shape[1], device=logits_SV.device)
-    limits = [settings.top_k or sorted_SV.shape[1] for settings in chosen]
+    words = sorted_SV.shape[1]
+    limits = [min(settings.top_k or words, words) for settings in chosen]
     sorted_SV = sorted_SV.masked_fill(ranks_V >= column(limits), -torch.inf)
     probabilities_SV = sorted_SV.softmax(dim=-1)
     before_SV = probabilities_SV.cumsum(dim=-1) - probabilities_SV
-    outside_SV = (before_SV >= column([settings.top_p for settings in chosen])) & (ranks_V > 0)
+    shares = [settings.top_p if settings.top_p < 1 else math.inf for settings in chosen]  # sums are rounded
+    outside_SV = (before_SV >= column(shares)) & (ranks_V > 0)
     faint_SV = probabilities_SV < column([settings.min_p for settings in chosen]) * probabilities_SV[:, :1]
     probabilities_SV = probabilities_SV.masked_fill(outside_SV | faint_SV, 0)
     # the number falls into one of the intervals that the probabilities, one after another, span
@@ -129,7 +134,7 @@ def sample(logits_SV: Tensor, params: Sequence[SamplingParams], uniform: Sequenc
     target_S1 = column([uniform[k] for k in drawn]) * ends_SV[:, -1:]
     place_S = (ends_SV <= target_S1).sum(dim=-1, keepdim=True)
     last_S = (probabilities_SV > 0).sum(dim=-1, keepdim=True) - 1  # rounding must not lead behind the last interval
-    tokens_S = order_SV.gather(1, torch.minimum(place_S, last_S))[:, 0]
+    tokens_S = order_SV.gather(1, torch.minimum(place_S, last_S).clamp(min=0))[:, 0]  # 0 where logits are not finite
     best_S[torch.tensor(drawn, device=best_S.device)] = tokens_S
     return best_S
 

@@ -47,7 +47,7 @@ class Scheduler:
         self.stats = SchedulerStats()
         self.pool, self.page = pool, page
         self.tables, self._step_tokens, self._chunked = tables, step_tokens, chunked
-        self._lanes = list(reversed(range(tables.tensor.shape[0])))
+        self._lanes = list(reversed(tables.lanes))
         self._running: list[Request] = []
         self._waiting: deque[Request] = deque()
 
@@ -65,10 +65,10 @@ class Scheduler:
         shares: list[Share] = []
         left, preemptions = self._step_tokens, self.stats.preemptions
         for request in list(self._running):
-            if request.lane is None:
-                continue  # it gave way to one before it
+            if request.lane is None or request.complete:
+                continue  # it gave way to one before it, or its last token is under way
             count = self._count(request, left, first=not shares)
-            if count and self._make_room(request, count):
+            if count and (self._missing(request, count) <= 0 or self._make_room(request, count)):
                 shares.append(Share(request=request, count=count))
                 left -= count
         crowded = self.stats.preemptions > preemptions  # who gave way would come back at once, and give way again
@@ -85,14 +85,18 @@ class Scheduler:
         return shares
 
     def done(self, share: Share) -> None:
-        """Note that a share was computed: its full pages may be shared from now on."""
-        request = share.request
-        request.computed += share.count
-        if not self.pool.caching:
+        """Note that a share is being computed: the next step goes on behind it."""
+        share.request.computed += share.count
+        self.publish(share.request)
+
+    def publish(self, request: Request) -> None:
+        """Let others share the pages that are full, and whose tokens are known."""
+        full = min(request.computed, request.known) // self.page
+        if full <= request.published or not self.pool.caching or request.lane is None:
             return
-        for number in range(request.published, request.computed // self.page):
+        for number in range(request.published, full):
             self.pool.publish(request.pages[number], request.digest(number, self.page))
-        request.published = max(request.published, request.computed // self.page)
+        request.published = full
 
     def finish(self, request: Request, why: str) -> None:
         """Take a request out, whether it runs or waits; its pages are free from now on."""
@@ -112,7 +116,8 @@ class Scheduler:
     def _admit(self, request: Request, left: int, *, first: bool) -> Share | None:
         """Give a waiting request a lane and pages, those of the prefix cache first; None if it has to wait."""
         found = self._find(request)
-        whole = -(-(request.length + 1) // self.page)
+        # room for one more token, unless that is the last one, which is never computed
+        whole = -(-min(request.length + 1, len(request.tokens) - 1) // self.page)
         if whole - len(found) + self.pool.unused(found) > self.pool.free:
             return None
         request.computed = len(found) * self.page

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 
 from tokenizers import Tokenizer
-from tokenizers.decoders import DecodeStream
 
 __all__ = ["TextStream"]
 
@@ -18,8 +17,9 @@ class TextStream:
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str]) -> None:
         self._tokenizer, self._stop = tokenizer, tuple(stop)
-        self._stream = DecodeStream(skip_special_tokens=True)
+        # Tokens from `_start` on are decoded together: those before `_read` are in the text, as `_known` characters.
         self._ids: list[int] = []
+        self._start = self._read = self._known = 0
         self._sent = 0
         self.text = ""
         self.stopped = False
@@ -27,20 +27,33 @@ class TextStream:
     def push(self, token: int) -> str:
         """Add a token; return the text that is certain now: what could begin a stop text is held back."""
         self._ids.append(token)
-        self.text += self._stream.step(self._tokenizer, token) or ""
-        ends = [self.text.find(stop, max(0, self._sent - len(stop))) for stop in self._stop]
-        if any(end >= 0 for end in ends):
-            self.text = self.text[: min(end for end in ends if end >= 0)]
-            self.stopped = True
-            return self._send(len(self.text))
-        return self._send(len(self.text) - self._held())
+        self._grow(whole=False)
+        return self._send(len(self.text) - (0 if self.stopped else self._held()))
 
     def finish(self) -> str:
         """Return what was held back; characters that are not complete become U+FFFD, as in `Tokenizer.decode`."""
         if not self.stopped:
-            whole = self._tokenizer.decode(self._ids, skip_special_tokens=True)
-            self.text = whole if whole.startswith(self.text) else self.text
+            self._grow(whole=True)
         return self._send(len(self.text))
+
+    def _grow(self, *, whole: bool) -> None:
+        """Add what new tokens say, once their last character is complete or if it has to be `whole`; look for stops.
+
+        They are decoded behind the tokens before them, on which their spaces depend.
+        """
+        text = self._decode(self._start)
+        if len(text) <= self._known or (text.endswith("\ufffd") and not whole):
+            return
+        self.text += text[self._known :]
+        self._start, self._read = self._read, len(self._ids)
+        self._known = len(self._decode(self._start))
+        ends = [self.text.find(stop, max(0, self._sent - len(stop))) for stop in self._stop]
+        if any(end >= 0 for end in ends):
+            self.text = self.text[: min(end for end in ends if end >= 0)]
+            self.stopped = True
+
+    def _decode(self, start: int) -> str:
+        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True)
 
     def _send(self, end: int) -> str:
         start, self._sent = self._sent, max(self._sent, end)

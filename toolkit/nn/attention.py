@@ -90,7 +90,7 @@ class Attention(nn.Module):
         if self.spec.distance is not None:
             return self.backend.attend_biased(*args, places.distance)
         reach = -1 if self.spec.reach is None else self.spec.reach
-        return self.backend.attend(*args, reach, places.keys, self.spec.causal)
+        return self.backend.attend(*args, reach, places.keys, self.spec.causal, self.spec.softcap or 0.0)
 
 
 @torch.library.custom_op("toolkit::match_rows", mutates_args=())

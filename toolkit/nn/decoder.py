@@ -61,6 +61,7 @@ class PagedAttention(Attention):
             places.max_len,
             self.spec.scale,
             -1 if self.spec.reach is None else self.spec.reach,
+            self.spec.softcap or 0.0,
         )
 
 
@@ -73,13 +74,15 @@ class Decoder(LayerStack):
 
     Both entry points return the token states [T, D] and the logits [S, V] of each sequence's last token. A step brings
     each sequence's next tokens, one or many; its earlier ones are in the cache. Rows beyond the last sequence's end are
-    undefined and reach no other row; an empty sequence's logits are undefined. Inputs: `ids`, `positions` int32 [T];
+    undefined and reach no other row; an empty sequence's logits are undefined. Inputs: `ids` int32 [T], below 0 for
+    what `latest` (int32 [lanes], written between the steps) holds for lane -1 - id; `positions` int32 [T];
     `slots` int32 [T], `starts`, `lanes` int32 [S], see `toolkit.nn.attention.Pages`; `cu_seqlens` int32 [S + 1];
     `max_len` int32 [1] on the CPU, an upper bound of the sequences' new tokens; `embeds` [T, W] in the weights' dtype;
     `is_embed` bool [T].
     """
 
     tables: Tensor
+    latest: Tensor
 
     def __init__(self, spec: EncoderSpec, head: HeadSpec, backend: PagedBackend) -> None:
         super().__init__(spec, lambda attention, rope: PagedAttention(spec.hidden, attention, backend, rope))
@@ -91,6 +94,8 @@ class Decoder(LayerStack):
         for attention in self._attentions():
             attention.attach(pages, page, weight.device, weight.dtype)
         self.register_buffer("tables", tables, persistent=False)
+        latest = torch.zeros(tables.shape[0], dtype=torch.int32, device=tables.device)
+        self.register_buffer("latest", latest, persistent=False)
 
     def _attentions(self) -> Iterator[PagedAttention]:
         yield from (module for module in self.modules() if isinstance(module, PagedAttention))
@@ -106,7 +111,7 @@ class Decoder(LayerStack):
         max_len: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Token ids in, embedding lookup inside."""
-        x_TD = self.embeddings.from_ids(ids, positions, ids)
+        x_TD = self.embeddings.from_ids(self._known(ids), positions, ids)
         return self._layers(x_TD, positions, slots, cu_seqlens, starts, lanes, max_len)
 
     def forward_embeds(
@@ -122,8 +127,12 @@ class Decoder(LayerStack):
         is_embed: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """Embeddings where `is_embed`, looked-up ids elsewhere."""
-        x_TD = self.embeddings.from_embeds(embeds, is_embed, ids, positions, ids)
+        x_TD = self.embeddings.from_embeds(embeds, is_embed, self._known(ids), positions, ids)
         return self._layers(x_TD, positions, slots, cu_seqlens, starts, lanes, max_len)
+
+    def _known(self, ids: Tensor) -> Tensor:
+        """An id below 0 stands for the latest token of lane -1 - id."""
+        return torch.where(ids < 0, self.latest[(-1 - ids).clamp(min=0)], ids)
 
     def _layers(
         self,
@@ -140,7 +149,7 @@ class Decoder(LayerStack):
         places = Places(cu_seqlens, max_len, self.turns(positions), distance=none, bucket_of=none, pages=pages)
         for name in self.spec.schedule:
             x_TD = self.blocks[name](x_TD, places)
-        x_TD = self.final_norm(x_TD)
+        x_TD = self.finish(x_TD)
         last_S = (cu_seqlens[1:] - 1).clamp(min=0)
         return x_TD, self.head.per_token(x_TD[last_S])
 

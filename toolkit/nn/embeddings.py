@@ -13,7 +13,7 @@ __all__ = ["Embeddings"]
 
 
 class Embeddings(nn.Module):
-    """Token, segment and position tables, summed in this order, then normalised and brought to the hidden size.
+    """Token, segment and position tables, summed in this order, and normalised; a projection to the hidden size.
 
     The seam is the output of the token table alone, scaled if the model scales it: caller-supplied embeddings take
     its place.
@@ -23,11 +23,12 @@ class Embeddings(nn.Module):
         super().__init__()
         self.spec, self.scale = spec, spec.scale
         self.token = nn.Embedding(spec.vocab_size, spec.width)
-        self.segment = nn.Embedding(spec.segments, spec.width) if spec.segments else None
-        self.position = nn.Embedding(spec.positions, spec.width) if spec.positions else None
+        summed = hidden if spec.projection == "before_sum" else spec.width
+        self.segment = nn.Embedding(spec.segments, summed) if spec.segments else None
+        self.position = nn.Embedding(spec.positions, summed) if spec.positions else None
         projected = spec.projection != "none"
         self.projection = nn.Linear(spec.width, hidden, spec.projection_bias) if projected else None
-        normalised = hidden if spec.projection == "before_norm" else spec.width
+        normalised = hidden if spec.projection == "before_norm" else summed
         self.norm = build_norm(normalised, spec.norm) if spec.norm is not None else None
 
     def compute_buffers(self) -> None:
@@ -54,14 +55,18 @@ class Embeddings(nn.Module):
         return self._finish(token_TW, positions_T, segments_T)
 
     def _finish(self, x: Tensor, positions_T: Tensor, segments_T: Tensor) -> Tensor:
+        if self.spec.seam_scale != 1:
+            x = x * self.spec.seam_scale
+        x = self._project(x, "before_sum")
         if self.segment is not None:
             x = x + self.segment(segments_T)
         if self.position is not None:
             x = x + self.position(positions_T)
-        if self.projection is not None and self.spec.projection == "before_norm":
-            x = self.projection(x)
+        x = self._project(x, "before_norm")
         if self.norm is not None:
             x = self.norm(x)
-        if self.projection is not None and self.spec.projection == "after_norm":
-            x = self.projection(x)
-        return x
+        return self._project(x, "after_norm")
+
+    def _project(self, x: Tensor, place: str) -> Tensor:
+        """Bring `x` to the hidden size, if this is the place for it."""
+        return self.projection(x) if self.projection is not None and self.spec.projection == place else x

@@ -14,7 +14,17 @@ from torch import Tensor, nn
 from toolkit.nn.linear import apply_activation
 from toolkit.nn.norm import build_norm
 from toolkit.nn.pooling import POOLINGS, select
-from toolkit.spec import DenseStep, HeadSpec, LogStep, NormalizeStep, NormStep, PoolingStep, VocabularyStep
+from toolkit.spec import (
+    DenseStep,
+    DivideStep,
+    HeadSpec,
+    LogStep,
+    NormalizeStep,
+    NormStep,
+    PoolingStep,
+    SoftcapStep,
+    VocabularyStep,
+)
 from toolkit.toolchain import why_no_compiler
 
 __all__ = ["Head", "Output", "build_head"]
@@ -80,6 +90,30 @@ class LogActivation(nn.Module):
         for _ in range(self.times):
             x.log1p_()
         return x
+
+
+class Divide(nn.Module):
+    """Division by a number."""
+
+    def __init__(self, by: float) -> None:
+        super().__init__()
+        self.by = by
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return x / self.by
+
+
+class Softcap(nn.Module):
+    """cap × tanh(x / cap), each operation rounded to the dtype of x, as the references do it."""
+
+    def __init__(self, cap: float) -> None:
+        super().__init__()
+        self.cap = cap
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Any shape."""
+        return (x / self.cap).tanh() * self.cap
 
 
 class Normalize(nn.Module):
@@ -178,6 +212,10 @@ def _build_step(step: object) -> nn.Module:
             return Vocabulary(step.outputs, step.bias)
         case LogStep():
             return LogActivation(step.times)
+        case DivideStep():
+            return Divide(step.by)
+        case SoftcapStep():
+            return Softcap(step.cap)
         case NormalizeStep():
             return Normalize()
         case _:

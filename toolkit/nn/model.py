@@ -1,5 +1,7 @@
 """The layers of encoders and decoders, and the whole encoder behind entry points with fixed signatures.
 
+Blocks add with `torch.add`, whose `alpha` multiplies what is added within the one kernel.
+
 Shape suffixes: T tokens of all sequences, packed; D hidden size; S sequences; W width of the seam.
 """
 
@@ -10,7 +12,7 @@ from torch import Tensor, nn
 
 from toolkit.attention import AttentionBackend
 from toolkit.compile import supports_torch_compile
-from toolkit.nn.attention import Places, build_attention
+from toolkit.nn.attention import Attention, Places, build_attention
 from toolkit.nn.distance import DistanceTable, build_distance
 from toolkit.nn.embeddings import Embeddings
 from toolkit.nn.linear import FusedLinear
@@ -19,7 +21,7 @@ from toolkit.nn.norm import build_norm
 from toolkit.nn.rope import RopeTable
 from toolkit.spec import AttentionSpec, BlockSpec, EncoderSpec, LayerMixSpec
 
-__all__ = ["Encoder", "LayerStack", "build_encoder", "fill", "part_shapes"]
+__all__ = ["Encoder", "LayerStack", "build_encoder", "fill", "part_groups", "part_shapes"]
 
 
 class PostNormBlock(nn.Module):
@@ -31,11 +33,12 @@ class PostNormBlock(nn.Module):
         self.attention_norm = build_norm(hidden, spec.norm)
         self.mlp = build_mlp(hidden, spec.mlp)
         self.mlp_norm = build_norm(hidden, spec.norm)
+        self.scale = spec.residual_scale
 
     def forward(self, x_TD: Tensor, places: Places) -> Tensor:
         """[T, D] → [T, D]."""
-        x_TD = self.attention_norm(self.attention(x_TD, places) + x_TD)
-        return self.mlp_norm(self.mlp(x_TD) + x_TD)
+        x_TD = self.attention_norm(torch.add(x_TD, self.attention(x_TD, places), alpha=self.scale))
+        return self.mlp_norm(torch.add(x_TD, self.mlp(x_TD), alpha=self.scale))
 
 
 class PostTwiceNormBlock(PostNormBlock):
@@ -47,9 +50,9 @@ class PostTwiceNormBlock(PostNormBlock):
 
     def forward(self, x_TD: Tensor, places: Places) -> Tensor:
         """[T, D] → [T, D]."""
-        once_TD = self.attention_norm(self.attention(x_TD, places) + x_TD)
+        once_TD = self.attention_norm(torch.add(x_TD, self.attention(x_TD, places), alpha=self.scale))
         x_TD = self.attention_norm_again(x_TD + once_TD)
-        return self.mlp_norm(self.mlp(x_TD) + x_TD)
+        return self.mlp_norm(torch.add(x_TD, self.mlp(x_TD), alpha=self.scale))
 
 
 class PreNormBlock(nn.Module):
@@ -61,11 +64,12 @@ class PreNormBlock(nn.Module):
         self.attention = attention
         self.mlp_norm = build_norm(hidden, spec.norm)
         self.mlp = build_mlp(hidden, spec.mlp)
+        self.scale = spec.residual_scale
 
     def forward(self, x_TD: Tensor, places: Places) -> Tensor:
         """[T, D] → [T, D]."""
-        x_TD = x_TD + self.attention(self.attention_norm(x_TD), places)
-        return x_TD + self.mlp(self.mlp_norm(x_TD))
+        x_TD = torch.add(x_TD, self.attention(self.attention_norm(x_TD), places), alpha=self.scale)
+        return torch.add(x_TD, self.mlp(self.mlp_norm(x_TD)), alpha=self.scale)
 
 
 class SandwichBlock(PreNormBlock):
@@ -78,8 +82,35 @@ class SandwichBlock(PreNormBlock):
 
     def forward(self, x_TD: Tensor, places: Places) -> Tensor:
         """[T, D] → [T, D]."""
-        x_TD = x_TD + self.attention_out_norm(self.attention(self.attention_norm(x_TD), places))
-        return x_TD + self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD)))
+        branch_TD = self.attention_out_norm(self.attention(self.attention_norm(x_TD), places))
+        x_TD = torch.add(x_TD, branch_TD, alpha=self.scale)
+        return torch.add(x_TD, self.mlp_out_norm(self.mlp(self.mlp_norm(x_TD))), alpha=self.scale)
+
+
+class ParallelBlock(PreNormBlock):
+    """Like PreNormBlock, but the feed-forward reads the layer's input too, not the sum after attention."""
+
+    def forward(self, x_TD: Tensor, places: Places) -> Tensor:
+        """[T, D] → [T, D]."""
+        attended_TD = self.attention(self.attention_norm(x_TD), places)
+        return torch.add(x_TD, self.mlp(self.mlp_norm(x_TD)) + attended_TD, alpha=self.scale)
+
+
+class PostBranchBlock(nn.Module):
+    """Attention and feed-forward, the output of each normalised and then added to its input."""
+
+    def __init__(self, hidden: int, spec: BlockSpec, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+        self.attention_out_norm = build_norm(hidden, spec.norm)
+        self.mlp = build_mlp(hidden, spec.mlp)
+        self.mlp_out_norm = build_norm(hidden, spec.norm)
+        self.scale = spec.residual_scale
+
+    def forward(self, x_TD: Tensor, places: Places) -> Tensor:
+        """[T, D] → [T, D]."""
+        x_TD = torch.add(x_TD, self.attention_out_norm(self.attention(x_TD, places)), alpha=self.scale)
+        return torch.add(x_TD, self.mlp_out_norm(self.mlp(x_TD)), alpha=self.scale)
 
 
 class LayerMix(nn.Module):
@@ -99,11 +130,18 @@ class LayerMix(nn.Module):
         return (sum_TD / weights.sum()).to(states[0].dtype)
 
 
-_BLOCKS = {"post": PostNormBlock, "post_twice": PostTwiceNormBlock, "pre": PreNormBlock, "sandwich": SandwichBlock}
+_BLOCKS = {
+    "parallel": ParallelBlock,
+    "post": PostNormBlock,
+    "post_branch": PostBranchBlock,
+    "post_twice": PostTwiceNormBlock,
+    "pre": PreNormBlock,
+    "sandwich": SandwichBlock,
+}
 
 
 class LayerStack(nn.Module):
-    """Embedding layer, blocks and final norm: what encoders and decoders share.
+    """Embedding layer, blocks, final norm and projection: what encoders and decoders share.
 
     `make_attention` builds a block's attention from its spec and the place of its rope among `Places.ropes`.
     """
@@ -120,10 +158,15 @@ class LayerStack(nn.Module):
             attention = make_attention(block.attention, rope)
             self.blocks[block.name] = _BLOCKS[block.arrangement](spec.hidden, block, attention)
         self.final_norm = build_norm(spec.hidden, spec.final_norm) if spec.final_norm is not None else nn.Identity()
+        self.projection = nn.Linear(spec.hidden, spec.projected, bias=False) if spec.projected else nn.Identity()
 
     def embed_tokens(self, ids: Tensor) -> Tensor:
         """The seam: int [T] → [T, W], what `embeds` callers must pass for these ids."""
         return self.embeddings.look_up(ids)
+
+    def finish(self, x_TD: Tensor) -> Tensor:
+        """The last layer's [T, D] → the token states."""
+        return self.projection(self.final_norm(x_TD))
 
     def turns(self, positions: Tensor) -> tuple[tuple[Tensor, Tensor], ...]:
         """Cosines and sines of each rope of the model, for int32 [T]."""
@@ -212,7 +255,7 @@ class Encoder(LayerStack):
             if self.mix is not None:
                 earlier.append(x_TD)
             x_TD = self.blocks[name](x_TD, places)
-        x_TD = self.final_norm(x_TD)
+        x_TD = self.finish(x_TD)
         return x_TD if self.mix is None else self.mix([*earlier, x_TD])
 
 
@@ -239,3 +282,13 @@ def part_shapes(module: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
             rows = child.parts if isinstance(child, FusedLinear) else (parameter.shape[0],)
             shapes[name] = tuple((n, *parameter.shape[1:]) for n in rows)
     return shapes
+
+
+def part_groups(module: nn.Module) -> dict[str, int]:
+    """How many heads of keys and values each attention's fused projection has, by the names of its parameters."""
+    return {
+        f"{prefix}.qkv.{name}": child.spec.kv_heads
+        for prefix, child in module.named_modules()
+        if isinstance(child, Attention)
+        for name, _ in child.qkv.named_parameters()
+    }

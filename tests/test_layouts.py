@@ -1,0 +1,97 @@
+"""Tensors that are stored in another layout than the module's: transposed, or head by head."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from toolkit.checkpoint import TensorSet
+from toolkit.errors import CheckpointError
+from toolkit.nn.attention import Attention
+from toolkit.nn.model import part_groups
+from toolkit.spec import self_attention
+from toolkit.tensorfile import TensorInfo
+from toolkit.weights import Layout, LoadedWeights, PartShapes, load_weights, rename
+
+
+def load(
+    layout: Layout, shapes: dict[str, PartShapes], tensors: dict[str, Tensor], groups: int | None = None
+) -> LoadedWeights:
+    """Bring `x.weight` and `x.bias` to `y.weight` and `y.bias`."""
+    info = {
+        name: TensorInfo(name=name, dtype=tensor.dtype, shape=tuple(tensor.shape), file=Path("model.safetensors"))
+        for name, tensor in tensors.items()
+    }
+    return load_weights(
+        TensorSet(info=info, read=tensors.__getitem__),
+        rules=(rename("y.{p}", "x.{p}", layout=layout),),
+        prefixes=(),
+        aliases={},
+        expected=shapes,
+        dtype=torch.float32,
+        groups=dict.fromkeys(shapes, groups) if groups is not None else {},
+    )
+
+
+def test_a_transposed_weight_and_its_bias() -> None:
+    weight, bias = torch.arange(6.0).view(2, 3), torch.arange(3.0)
+    loaded = load("transposed", {"y.weight": ((3, 2),), "y.bias": ((3,),)}, {"x.weight": weight, "x.bias": bias})
+    assert loaded.state["y.weight"].tolist() == [[0, 3], [1, 4], [2, 5]]
+    assert loaded.state["y.weight"].is_contiguous()
+    assert torch.equal(loaded.state["y.bias"], bias)
+    assert [(e.source, e.shape, e.action, e.target, e.why) for e in loaded.audit] == [
+        ("x.bias", (3,), "loaded", "y.bias", "stored transposed"),
+        ("x.weight", (2, 3), "loaded", "y.weight", "stored transposed"),
+    ]
+
+
+def test_a_transposed_weight_of_fused_parts() -> None:
+    """Queries, keys and values side by side become one below the other."""
+    weight = torch.arange(8.0).view(2, 4)
+    loaded = load("transposed", {"y.weight": ((2, 2), (1, 2), (1, 2))}, {"x.weight": weight})
+    assert torch.equal(loaded.state["y.weight"], weight.t())
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (2, 4), (6,), (2, 3, 1)])
+def test_a_misshapen_transposed_weight_is_named(shape: tuple[int, ...]) -> None:
+    """Also one that is not transposed: its shape would be right without the rule."""
+    with pytest.raises(CheckpointError) as caught:
+        load("transposed", {"y.weight": ((3, 2),)}, {"x.weight": torch.zeros(shape)})
+    assert str(caught.value) == f"tensor 'x.weight' has shape {shape}, config.json asks for (2, 3)"
+
+
+def test_rows_that_stand_head_by_head() -> None:
+    """Two heads of one key and value head each, of two values: q0 k0 v0 q1 k1 v1."""
+    rows = torch.tensor([0, 1, 20, 21, 40, 41, 2, 3, 22, 23, 42, 43.0])
+    wanted = [0, 1, 2, 3, 20, 21, 22, 23, 40, 41, 42, 43]
+    tensors = {"x.weight": rows[:, None].repeat(1, 3), "x.bias": rows}
+    loaded = load("by_head", {"y.weight": ((4, 3),) * 3, "y.bias": ((4,),) * 3}, tensors, groups=2)
+    assert loaded.state["y.bias"].tolist() == wanted
+    assert loaded.state["y.weight"].tolist() == [[row] * 3 for row in wanted]
+    assert {(e.action, e.why) for e in loaded.audit} == {("loaded", "stored head by head")}
+
+
+def test_rows_of_several_queries_for_each_key() -> None:
+    """Two groups of two query heads, one value each: q0 q1 k0 v0 q2 q3 k1 v1."""
+    loaded = load(
+        "by_head", {"y.bias": ((4,), (2,), (2,))}, {"x.bias": torch.tensor([0, 1, 20, 40, 2, 3, 21, 41.0])}, groups=2
+    )
+    assert loaded.state["y.bias"].tolist() == [0, 1, 2, 3, 20, 21, 40, 41]
+
+
+@pytest.mark.parametrize("shape", [(11, 3), (4, 3), (12,), (12, 4), (3, 12)])
+def test_misshapen_rows_head_by_head_are_named(shape: tuple[int, ...]) -> None:
+    with pytest.raises(CheckpointError) as caught:
+        load("by_head", {"y.weight": ((4, 3),) * 3}, {"x.weight": torch.zeros(shape)}, groups=2)
+    assert str(caught.value) == f"tensor 'x.weight' has shape {shape}, config.json asks for (12, 3)"
+
+
+def test_a_parameter_without_heads_is_the_recipes_fault() -> None:
+    with pytest.raises(AssertionError, match=r"y\.weight has no heads to be stored by"):
+        load("by_head", {"y.weight": ((4, 3),)}, {"x.weight": torch.zeros(4, 3)})
+
+
+def test_the_groups_are_heads_of_keys_and_values() -> None:
+    module = torch.nn.ModuleDict({"a": Attention(40, self_attention(5, 8, bias=True), None, None)})  # type: ignore[arg-type]
+    assert part_groups(module) == {"a.qkv.weight": 5, "a.qkv.bias": 5}
