@@ -107,5 +107,5 @@ RECIPE = Recipe(
         "scale_attn_by_inverse_layer_idx": True,
         "pad_token_id": 7,
     },
-    note="a causal decoder with learned positions; as an encoder on the CPU only",
+    note="a causal decoder with learned positions; generates, or embeds",
 )

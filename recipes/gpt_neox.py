@@ -85,5 +85,5 @@ RECIPE = Recipe(
         "rotary_pct": 0.5,
         "pad_token_id": 7,
     },
-    note="a causal decoder; as an encoder on the CPU only",
+    note="a causal decoder; generates, or embeds",
 )

@@ -44,5 +44,5 @@ RECIPE = Recipe(
         "rope_theta": 300.0,
         "pad_token_id": 7,
     },
-    note="a causal decoder as an encoder; on the CPU only",
+    note="a causal decoder; generates, or embeds",
 )

@@ -21,6 +21,7 @@ RECIPE = replace(
     LLAMA,
     model_type="mistral",
     classes=("MistralModel",),
+    tasks=(),
     spec=spec,
     heads=(causal_head("MistralForCausalLM"),),
     irrelevant=frozenset("attention_dropout pad_token_id".split()),
@@ -30,4 +31,5 @@ RECIPE = replace(
         "architectures": ["MistralModel"],
         "sliding_window": 6,
     },
+    note="generates only: as an embedding model it misses the float32 gate by 4 %",
 )

@@ -91,5 +91,5 @@ RECIPE = Recipe(
         "activation_function": "gelu",
         "pad_token_id": 7,
     },
-    note="a causal decoder with learned positions; as an encoder on the CPU only",
+    note="a causal decoder with learned positions; generates, or embeds",
 )

@@ -97,6 +97,7 @@ def test_the_manifest_records_what_is_effective(checkpoint: Path, tmp_path: Path
         "qk_norm": None,
         "qk_norm_over": "head",
         "distance": None,
+        "softcap": None,
     }
     assert (manifest["usable_length"], manifest["seam_width"], manifest["task"]) == (24, 40, "embed")
     assert set(manifest["source"]["sha256"]) == {"config.json", "model.safetensors"}

@@ -20,19 +20,19 @@ from torch import nn
 
 import toolkit
 from tests.converted import load, reference
-from tests.tiny import edit_json, make_checkpoint, write_json
+from tests.tiny import edit_json, embedding_recipes, make_checkpoint, write_json
 from toolkit import PromptEmbeds, TokenIds
 from toolkit.artifact import Artifact
 from toolkit.errors import CheckpointError, UnsupportedError
 from toolkit.nn import model
 from toolkit.parity import verify_folder
 from toolkit.recipe import Recipe
-from toolkit.registry import all_recipes, find_recipe
+from toolkit.registry import find_recipe
 from toolkit.spec import LayerMixSpec
 
 HIDDEN = 40
 TEXTS = ["the quick fox", "query doc text one two three", "a"]
-RECIPES = [entry.recipe for entry in all_recipes() if entry.recipe.reference is not None]
+RECIPES = [recipe for recipe in embedding_recipes() if recipe.reference is not None]
 # one norm behind the layers or none, layers that share weights, a table of positions or rotary ones
 FAMILIES = ["bert", "albert", "modernbert", "t5"]
 MIX = "1_WeightedLayerPooling"

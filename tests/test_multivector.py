@@ -19,21 +19,21 @@ from transformers import AutoTokenizer
 
 import toolkit
 from tests.test_cli import EAGER, Result, assert_one_error_line, run
-from tests.tiny import edit_json, make_checkpoint, make_tokenizer, why_no_reference, write_json
+from tests.tiny import edit_json, embedding_recipes, make_checkpoint, make_tokenizer, why_no_reference, write_json
 from toolkit import MixedPrompt, PromptEmbeds, TokenIds
 from toolkit.artifact import MANIFEST, Artifact
 from toolkit.errors import ArtifactError, CheckpointError, InputError, MissingDependencyError, UnsupportedError
 from toolkit.multivector import KINDS, Expansion, Kind, MultiVector, Side, maxsim
 from toolkit.parity import verify_folder
 from toolkit.recipe import Recipe
-from toolkit.registry import all_recipes, find_recipe
+from toolkit.registry import find_recipe
 from toolkit.runner import Runner
 
 __all__ = ["run"]  # a fixture
 
 BERT = find_recipe("bert").recipe
 MODERNBERT = find_recipe("modernbert").recipe
-RECIPES = [entry.recipe for entry in all_recipes() if why_no_reference(entry.recipe) is None]
+RECIPES = [recipe for recipe in embedding_recipes() if why_no_reference(recipe) is None]
 TEXTS = ["the quick brown fox jumps over the lazy dog a b c d e f", "", "a", "the fox . query", "one two three"]
 FIXED = {"strategy": "fixed", "attend": True, "length": 7}
 MIN = {"strategy": "min", "attend": True, "length": 7}

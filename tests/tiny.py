@@ -155,6 +155,11 @@ CHAT_TEMPLATE = (
 )
 
 
+def embedding_recipes() -> list[Recipe]:
+    """Every recipe whose base model serves embeddings."""
+    return [entry.recipe for entry in all_recipes() if "embed" in entry.recipe.all_tasks]
+
+
 def decoder_recipes() -> list[Recipe]:
     """Every recipe that generates."""
     return [entry.recipe for entry in all_recipes() if "generate" in entry.recipe.all_tasks]

@@ -58,7 +58,7 @@ TOOLS = """\
 {%- endif %}
 {%- for message in messages %}
   {%- set ns.last = loop.index0 %}
-  {%- if message.content is defined and message.content %}
+  {%- if message.content is defined %}
 [{{ message.role }}] {{ message.content }}
   {%- endif %}
   {%- if message.tool_calls %}

@@ -293,6 +293,32 @@ def test_prompt_logprobs_of_a_request_that_gave_way(folders: tuple[Path, Path]) 
             assert ours.prompt_logprobs.chosen == pytest.approx(theirs.prompt_logprobs.chosen, abs=1e-4)
 
 
+def test_prompt_logprobs_of_a_request_that_gave_way_within_its_prompt(folders: tuple[Path, Path]) -> None:
+    few = load(folders[0], pages=10, requests=2)
+    few.engine = few.make_engine(step_tokens=3)
+    prompts = {0: TokenIds(ids(8)), 1: TokenIds(ids(24))}
+    kinds: dict[int, dict[str, Any]] = {
+        0: {"max_new_tokens": 24, "ignore_eos": True},
+        1: {"max_new_tokens": 2, "ignore_eos": True, "prompt_logprobs": 0},
+    }
+    gave_way: list[tuple[int, int]] = []
+    give_up = few.engine.scheduler._give_up
+
+    def note(request: Any) -> None:
+        if not request.finished:
+            gave_way.append((request.number, request.computed))
+        give_up(request)
+
+    few.engine.scheduler._give_up = note
+    found = run(few, prompts, kinds)[1][0].prompt_logprobs
+    assert len(gave_way) == 1
+    assert 0 < gave_way[0][1] < 24
+    expected = few.generate(prompts[1], 2, ignore_eos=True, prompt_logprobs=0)[0].prompt_logprobs
+    assert expected is not None
+    assert [own for own, _ in found] == pytest.approx(expected.chosen, abs=1e-4)
+    everything_is_free(few)
+
+
 @pytest.mark.parametrize("prompt", [PROMPTS[4], PROMPTS[5], PROMPTS[8]], ids=["ids", "embeds", "mixed"])
 @pytest.mark.parametrize("penalty", [1.5, 0.6])
 def test_repetition_penalty(runner: DecoderRunner, model: Any, prompt: Input, penalty: float) -> None:
@@ -390,6 +416,8 @@ def test_stop_texts(runner: DecoderRunner, ahead: bool) -> None:
     assert stop in runner._texts.tokenizer.decode(found)
     assert stop not in runner._texts.tokenizer.decode(found[:-1])
     assert ending(runner, ignore_eos=True, stop="nowhere") == (whole, text, "length")
+    chunks = list(runner.stream(PROMPTS[4], 16, 2.0, seed=4, ignore_eos=True, stop=f"{words[-1]} nowhere"))
+    assert joined(chunks, 0) == (whole, text, "length"), "what was held back comes in the end"
     assert not runner.engine.busy
 
 
@@ -423,6 +451,12 @@ def test_closing_a_stream_frees_what_it_had(runner: DecoderRunner, ahead: bool) 
     stream.close()
     assert not runner.engine.busy
     everything_is_free(runner)
+    runner.engine = runner.make_engine(ahead=ahead, step_tokens=8)
+    stream = runner.stream([PROMPTS[1], PROMPTS[4]], 9, ignore_eos=True, prompt_logprobs=0, repetition_penalty=2.0)
+    next(stream)
+    assert runner.engine._prompt_logprobs or ahead, "the second prompt is not through"
+    stream.close()
+    everything_is_free(runner)
     expected = runner.generate(PROMPTS[2], 5, ignore_eos=True)[0].token_ids
     runner.engine = runner.make_engine(caching=False)
     assert runner.generate(PROMPTS[2], 5, ignore_eos=True)[0].token_ids == expected
@@ -451,9 +485,23 @@ def test_callers_do_not_take_each_others_tokens(runner: DecoderRunner, ahead: bo
         assert joined(chunks, index) == (one.token_ids, one.text, one.finish_reason)
 
 
-def test_a_request_that_is_cancelled_elsewhere_ends_its_stream(runner: DecoderRunner) -> None:
+def test_requests_of_the_engine_run_beside_those_of_the_runner(runner: DecoderRunner) -> None:
+    expected = runner.generate(PROMPTS[2], 5)
+    number = runner.engine.add(runner.rows(PROMPTS[4])[0], SamplingParams(max_new_tokens=12, ignore_eos=True))
+    assert runner.generate(PROMPTS[2], 5) == expected
+    events: list[Event] = []
+    while runner.engine.busy:
+        events += runner.engine.step()
+    assert {event.number for event in events} == {number}
+    assert events[-1].finished == "length"
+
+
+def test_a_request_that_is_cancelled_elsewhere_ends_its_stream(
+    runner: DecoderRunner, monkeypatch: pytest.MonkeyPatch
+) -> None:
     stream = runner.stream(PROMPTS[4], 12, ignore_eos=True)
     next(stream)
+    monkeypatch.setattr(runner.engine, "step", lambda: pytest.fail("there is nothing to wait for"))
     (request,) = runner.engine.scheduler.requests
     event = runner.engine.cancel(request.number)
     assert event == Event(number=request.number, token=None, finished="cancelled")
@@ -500,7 +548,8 @@ def test_errors(runner: DecoderRunner, inputs: Input, settings: dict[str, Any], 
         assert not runner.engine.busy
 
 
-def test_a_prompt_without_tokens(runner: DecoderRunner) -> None:
+def test_a_prompt_without_tokens(folders: tuple[Path, Path]) -> None:
+    runner = load(folders[0])
     runner._texts.tokenizer.post_processor = None  # type: ignore[assignment]
     with pytest.raises(InputError, match="no tokens"):
         runner.generate(["the", ""], 3)
@@ -602,6 +651,24 @@ def test_prefixes_are_found_again(runner: DecoderRunner) -> None:
     assert again == before
     assert (runner.stats.cached_tokens, runner.stats.prompt_tokens) == (20, 42)
     assert runner.stats.steps == 6
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_generated_tokens_are_found_too(runner: DecoderRunner, ahead: bool) -> None:
+    """All but the last one, which was never computed: three pages."""
+    runner.engine = runner.make_engine(ahead=ahead)
+    prompt = ids(8, 3)
+    found = runner.generate(TokenIds(prompt), 5, ignore_eos=True)[0].token_ids
+    runner.generate(TokenIds([*prompt, *found]), 1)
+    assert runner.stats.cached_tokens == 12
+
+
+def test_a_step_ahead_is_queued_before_tokens_are_known(runner: DecoderRunner) -> None:
+    runner.engine = runner.make_engine(ahead=True)
+    runner.engine.add(runner.rows(PROMPTS[2])[0], SamplingParams(max_new_tokens=3, ignore_eos=True))
+    events = [[event.finished for event in runner.engine.step()] for _ in range(4)]
+    assert events == [[], [""], [""], ["length"]]
+    assert runner.stats.steps == 3
 
 
 def test_texts_and_chats(runner: DecoderRunner) -> None:

@@ -212,6 +212,25 @@ def test_a_page_is_known_by_its_content_however_it_was_given() -> None:
     assert digests([9, 1, 2, 3, 4, 5, 6, 7])[1] != digests(list(range(8)))[1], "the page before it counts"
 
 
+def test_the_place_of_embeds_within_a_page_counts() -> None:
+    assert digests([0] * 4, (0, VALUES[:3]))[0] != digests([0] * 4, (1, VALUES[:3]))[0]
+    columns = torch.arange(8.0).view(2, 4).t()  # neighbours in memory are no neighbours here
+    assert digests([0] * 4, (0, columns)) == digests([0] * 4, (0, columns.contiguous()))
+
+
+@pytest.mark.parametrize("start", range(9))
+@pytest.mark.parametrize("stop", range(9))
+def test_embeds_within_a_range(start: int, stop: int) -> None:
+    made = request([0] * 8, (1, VALUES[:3]), (5, VALUES[3:5]))
+    given = {1: 0, 2: 1, 3: 2, 5: 3, 6: 4}
+    found = {
+        start + place + k: value.tolist()
+        for place, values in made.embeds_between(start, stop)
+        for k, value in enumerate(values)
+    }
+    assert found == {place: VALUES[given[place]].tolist() for place in range(start, stop) if place in given}
+
+
 def test_generated_tokens_are_part_of_pages() -> None:
     made = request([1, 2, 3])
     made.append(4)

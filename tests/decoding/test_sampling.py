@@ -57,7 +57,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"top_k": 1},
     {"top_k": 5},
     {"top_k": 24},
-    {"top_k": 10**30},
+    {"top_k": 10**400},
     {"top_p": 0.8},
     {"top_p": 0.999},
     {"top_p": 1e-6},
@@ -73,7 +73,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 
 @pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: "-".join(f"{k}{v:g}" for k, v in settings.items()))
+@pytest.mark.parametrize("settings", SETTINGS, ids=lambda settings: str(settings)[:80])
 def test_tokens_and_their_shares_are_those_of_transformers(settings: dict[str, Any], seed: int) -> None:
     given, seen = params(**{"temperature": 1.0, **settings}), [0, 3, 3, 17]
     raw_V = logits(seed)

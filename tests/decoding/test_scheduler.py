@@ -252,6 +252,16 @@ def test_what_gave_way_finds_its_pages_again() -> None:
     assert loop.scheduler.stats.cached_tokens == 6
 
 
+def test_who_gave_way_does_not_come_back_at_once() -> None:
+    """Though its pages could all be found: those of the first, which has the same prompt."""
+    loop = Loop(pages=9, page=2)
+    loop.add(range(8), new=4)
+    loop.add(range(8), new=3)
+    loop.run()
+    assert loop.steps[:3] == [[(1, 0, 8), (2, 0, 8)], [(1, 8, 1)], [(1, 9, 1), (2, 8, 1)]]
+    assert loop.scheduler.stats.preemptions == 1
+
+
 def test_equal_beginnings_are_computed_once() -> None:
     loop = Loop()
     loop.add(range(10), new=3)

@@ -9,7 +9,7 @@ import torch
 
 import toolkit
 from tests.test_scoring import make_classifier
-from tests.tiny import make_checkpoint
+from tests.tiny import embedding_recipes, make_checkpoint
 from toolkit import MixedPrompt, PromptEmbeds, TokenIds
 from toolkit.attention import BACKENDS
 from toolkit.devices import resolve_mode
@@ -17,7 +17,7 @@ from toolkit.inputs import Row, check_row
 from toolkit.nn.head import Pooling
 from toolkit.parity import verify_folder
 from toolkit.recipe import Recipe
-from toolkit.registry import all_recipes, find_recipe
+from toolkit.registry import find_recipe
 from toolkit.runner import Runner
 from toolkit.toolchain import why_no_compiler
 
@@ -29,7 +29,7 @@ def test_parity_in_every_mode(dtype: str, bert_checkpoint: Path, tmp_path: Path)
     assert {cell.mode for cell in report.cells} == {"eager", "compile", "graph"}
 
 
-@pytest.mark.parametrize("recipe", [entry.recipe for entry in all_recipes()], ids=lambda recipe: recipe.label)
+@pytest.mark.parametrize("recipe", embedding_recipes(), ids=lambda recipe: recipe.label)
 def test_every_family_in_graphs(recipe: Recipe, tmp_path: Path) -> None:
     """bfloat16: ids, embeds and mixed inputs through captured graphs, beside the reference."""
     checkpoint = make_checkpoint(tmp_path / "checkpoint", recipe)

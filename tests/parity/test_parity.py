@@ -12,16 +12,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import toolkit
-from tests.tiny import edit_json, make_checkpoint
+from tests.tiny import edit_json, embedding_recipes, make_checkpoint
 from toolkit.artifact import Artifact
 from toolkit.errors import CheckpointError, InputError, MissingDependencyError, ParityError
 from toolkit.graphs import BucketLadder
 from toolkit.nn import head, pooling
 from toolkit.parity import TOLERANCES, Cell, ParityReport, harness, verify_folder
 from toolkit.parity.rule import bound, max_abs
-from toolkit.registry import all_recipes, find_recipe
+from toolkit.registry import find_recipe
 
-RECIPES = [entry.recipe for entry in all_recipes()]
+RECIPES = embedding_recipes()
 
 
 @pytest.mark.parametrize("pooling", ["mean", "cls"])

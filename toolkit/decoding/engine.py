@@ -195,7 +195,6 @@ class Engine:
         """
         if self.busy:
             raise InputError("token states are to be had only while no request runs")
-        self._flight = None  # a token too many of a request that ended
         for row in rows:
             self._check_pages(len(row), "load with more cache memory or pages")
         try:

@@ -18,7 +18,7 @@ from toolkit.errors import InputError
 
 __all__ = ["SamplingParams", "penalise", "sample", "top_logprobs"]
 
-_COLDEST = 1e-30  # smaller ones are none in float32
+_COLDEST = 1e-30  # smaller ones make infinities of logits, or are 0 in float32
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,7 +116,6 @@ def sample(logits_SV: Tensor, params: Sequence[SamplingParams], uniform: Sequenc
         return torch.tensor(values, dtype=torch.float32, device=logits_SV.device)[:, None]
 
     rows_SV = logits_SV[torch.tensor(drawn, device=logits_SV.device)]
-    rows_SV = rows_SV - rows_SV.amax(dim=-1, keepdim=True)  # a tiny temperature must not make infinities of the best
     rows_SV = rows_SV / column([max(settings.temperature, _COLDEST) for settings in chosen])
     sorted_SV, order_SV = rows_SV.sort(dim=-1, descending=True, stable=True)
     ranks_V = torch.arange(sorted_SV.shape[1], device=logits_SV.device)
