@@ -9,6 +9,7 @@ import pytest
 import toolkit
 from tests.test_cli import EAGER, Result, assert_one_error_line, run
 from tests.tiny import make_decoder
+from toolkit.errors import UnsupportedError
 from toolkit.registry import find_recipe
 
 __all__ = ["run"]  # a fixture
@@ -66,3 +67,10 @@ def test_bad_settings(run: Callable[..., Result], decoder: Path, args: tuple[str
 
 def test_of_another_task(run: Callable[..., Result], bert_artifact: Path) -> None:
     assert_one_error_line(run("generate", bert_artifact, *EAGER, stdin="the fox\n"), "task 'generate'")
+
+
+@pytest.mark.parametrize("method", ["embed", "multi_vectors", "score", "classify", "classify_tokens"])
+def test_what_others_do_is_refused_by_name(method: str, decoder: Path) -> None:
+    runner = toolkit.load(decoder, device="cpu", mode="eager")
+    with pytest.raises(UnsupportedError, match=f"{method} needs an artifact of task .* converted for 'generate'"):
+        getattr(runner, method)(["the fox"])

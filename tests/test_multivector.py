@@ -103,7 +103,7 @@ def test_every_family_passes_the_gate(recipe: Recipe, attend: bool, tmp_path: Pa
     """Token states are all that is needed; expansions that are attended to are tokens like others."""
     source = base(tmp_path / "base", recipe)
     spec = recipe.read_config(json.loads((source / "config.json").read_text()))[0]
-    modules = (dense(spec.hidden), MultiVectorMask(["a"]), Normalize("token_embeddings"))
+    modules = (dense(spec.state_width), MultiVectorMask(["a"]), Normalize("token_embeddings"))
     transformer = {"document_length": 9, "query_expansion": FIXED | {"attend": attend}}
     folder = saved(source, tmp_path / "saved", *modules, transformer=transformer)
     if not attend and any(a.distance is not None or (a.reach or 9) < 6 for a in spec.attentions):

@@ -230,7 +230,8 @@ class ConfigReader:
         if stated is not None and old_base is not None and stated != old_base:
             raise CheckpointError(f"config.json: rope_theta = {stated!r} and {old_name} = {old_base!r} contradict")
         if not isinstance(kind, str) or kind not in known:
-            reason = f" ({_WHY_NO_ROPE[kind]})" if kind in _WHY_NO_ROPE else ""
+            why = _WHY_NO_ROPE.get(kind) if isinstance(kind, str) else None
+            reason = f" ({why})" if why is not None else ""
             raise UnsupportedError(
                 f"config.json: rope type {kind!r} is not supported{reason}; supported: {', '.join(sorted(known))}"
             )

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from tokenizers import Tokenizer
@@ -204,6 +204,26 @@ class DecoderRunner(Loaded[StepOutput]):
     def rows(self, inputs: Input | Sequence[Input]) -> list[Row]:
         """Tokenize and check, in the caller's order."""
         return read_rows(inputs, "", self._texts, self.limits).all()
+
+    def embed(self, *args: Any, **options: Any) -> NoReturn:
+        """What an artifact of another task does; raises UnsupportedError, as do the methods below."""
+        raise self._wrong_task("embed", "embed")
+
+    def multi_vectors(self, *args: Any, **options: Any) -> NoReturn:
+        """See `embed`."""
+        raise self._wrong_task("multi_vectors", "multi-vector")
+
+    def score(self, *args: Any, **options: Any) -> NoReturn:
+        """See `embed`."""
+        raise self._wrong_task("score", "rerank")
+
+    def classify(self, *args: Any, **options: Any) -> NoReturn:
+        """See `embed`."""
+        raise self._wrong_task("classify", "classify")
+
+    def classify_tokens(self, *args: Any, **options: Any) -> NoReturn:
+        """See `embed`."""
+        raise self._wrong_task("classify_tokens", "token-classify")
 
     def warm_up(self) -> None:
         """Compile and capture ahead of the first request, for batches of token ids."""
