@@ -13,7 +13,7 @@ demo: $(VENV)/.demo
 	$(BIN)/toolkit embed demo/all-MiniLM-L6-v2 examples/sentences.txt --similarity
 
 demo-decoder: demo/smollm2-source
-	$(BIN)/toolkit convert demo/smollm2-source demo/SmolLM2-135M-Instruct --force
+	$(BIN)/toolkit convert demo/smollm2-source demo/SmolLM2-135M-Instruct --no-verify --force
 	$(BIN)/toolkit generate demo/SmolLM2-135M-Instruct examples/questions.txt --chat --max-new-tokens 64
 
 demo/smollm2-source: $(VENV)/.demo-decoder

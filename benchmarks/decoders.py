@@ -63,7 +63,7 @@ def main() -> None:
     print(f"one sequence: {ratio:.2f} × transformers' best")
     if len(sys.argv) == 3:
         result = {
-            "model": runner.artifact.manifest.source["name"],
+            "model": Path(sys.argv[1]).name,
             "mode": runner.mode,
             "dtype": runner.artifact.manifest.dtype,
             "prompt_tokens": PROMPT_TOKENS,

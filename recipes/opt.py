@@ -54,6 +54,7 @@ def spec(config: ConfigReader) -> EncoderSpec:
 
 RECIPE = Recipe(
     model_type="opt",
+    positions_by_mask=True,
     classes=("OPTModel",),
     tasks=("embed",),
     spec=spec,

@@ -211,6 +211,8 @@ def _write(
     register_prefixes(tokenizer, read.prefixes)
     tokenizer_spec, clamped = _tokenizer_spec(tokenizer, limit, read.pipeline.max_seq_length, spec, recipe)
     multi_vector, notes = _multi_vector(read, tokenizer, tokenizer_spec.limit, spec)
+    if multi_vector is not None and multi_vector.unattended and recipe.positions_by_mask:
+        raise UnsupportedError("query_expansion: attend = False is not supported where positions skip such tokens")
     warnings += clamped + notes
     on_stage(f"converting {len(checkpoint.tensors.info)} tensors to {str(dtype).removeprefix('torch.')}")
     weights = _load_weights(checkpoint, recipe, head, spec, read, dtype)

@@ -39,6 +39,7 @@ class Recipe:
         when: fields of `config.json` that must hold these values for this recipe to answer. Of several recipes for
             one model_type, the one with the most conditions that hold is chosen.
         heads: what stands behind the base model in other classes, and the tasks that it serves.
+        positions_by_mask: whether the reference counts positions over attended tokens only.
         having: ends of tensor names; for each, a tensor must be stored for this recipe to answer.
         segments_refused: whether the reference would look segments up in its token table, which no block does: a
             tokenizer that emits them is refused.
@@ -58,6 +59,7 @@ class Recipe:
     neutral: Mapping[str, Any] = field(default_factory=dict)
     when: Mapping[str, Any] = field(default_factory=dict)
     having: tuple[str, ...] = ()
+    positions_by_mask: bool = False
     heads: tuple[TaskHead, ...] = ()
     segments_refused: bool = False
 
