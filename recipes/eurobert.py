@@ -1,51 +1,39 @@
 """EuroBERT (Boizard et al., 2025, https://arxiv.org/abs/2503.05500); reference: transformers' EuroBertModel."""
 
-from toolkit.decoders import LAYER_RULES
+from dataclasses import replace
+
+from toolkit.decoders import LAYER_RULES, decoder_spec, with_biases, with_blocks
 from toolkit.heads import late_head, token_head, vocabulary_head
 from toolkit.recipe import ConfigReader, Recipe
-from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
+from toolkit.spec import EncoderSpec, RopeSpec
 from toolkit.weights import drop
+
+from .llama import RECIPE as LLAMA
+
+
+def rope(config: ConfigReader, size: int) -> RopeSpec:
+    """Over whole heads, of the usual types only."""
+    config.neutral(partial_rotary_factor=(None, 1.0))
+    return config.rope(size, 10_000.0)
 
 
 def spec(config: ConfigReader) -> EncoderSpec:
     """Effective configuration; defaults are EuroBertConfig's."""
-    config.neutral(is_causal=False, partial_rotary_factor=(None, 1.0))
-    hidden = config.integer("hidden_size", 768)
-    heads = config.integer("num_attention_heads", 12)
-    head_dim = config.head_dim(hidden, heads, "head_dim")
-    norm = NormSpec(eps=config.positive("rms_norm_eps", 1e-5), kind="rms", bias=False)
-    attention_bias = config.boolean("attention_bias", default=False)
-    mlp_bias = config.boolean("mlp_bias", default=False)
-    block = BlockSpec(
-        arrangement="pre",
-        attention=AttentionSpec(
-            heads=heads,
-            kv_heads=config.kv_heads(heads),
-            head_dim=head_dim,
-            scale=head_dim**-0.5,
-            causal=False,
-            bias=attention_bias,
-            out_bias=attention_bias,
-            rope=config.rope(head_dim, 10_000.0),
-        ),
-        mlp=MlpSpec(
-            width=config.integer("intermediate_size", 3072),
-            activation=config.activation("hidden_act", "silu"),
-            bias=mlp_bias,
-            out_bias=mlp_bias,
-            gate="first",
-        ),
-        norm=norm,
+    config.neutral(is_causal=False)
+    base = decoder_spec(
+        config,
+        hidden_size=768,
+        attention_heads=12,
+        kv_heads=None,
+        layers=12,
+        width=3072,
+        length=8192,
+        words=128_256,
+        eps=1e-5,
+        rope=rope,
     )
-    blocks = stack(config.integer("num_hidden_layers", 12, maximum=10_000), block)
-    return EncoderSpec(
-        hidden=hidden,
-        blocks=blocks,
-        schedule=tuple(block.name for block in blocks),
-        usable_length=config.integer("max_position_embeddings", 8192),
-        embedding=EmbeddingSpec(vocab_size=config.integer("vocab_size", 128256), width=hidden, norm=None),
-        final_norm=norm,
-    )
+    both_ways = with_blocks(base, lambda k, block: replace(block, attention=replace(block.attention, causal=False)))
+    return with_biases(config, both_ways)
 
 
 RECIPE = Recipe(
@@ -81,22 +69,6 @@ RECIPE = Recipe(
         pad_token pad_token_id pretraining_tp
         """.split()
     ),
-    tiny={
-        "model_type": "eurobert",
-        "architectures": ["EuroBertModel"],
-        "vocab_size": 61,
-        "hidden_size": 40,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 12,
-        "intermediate_size": 36,
-        "max_position_embeddings": 26,
-        "rms_norm_eps": 1e-3,
-        "attention_bias": True,
-        "mlp_bias": True,
-        "rope_theta": 300.0,
-        "pad_token_id": 7,
-    },
+    tiny={**LLAMA.tiny, "model_type": "eurobert", "architectures": ["EuroBertModel"]},
     note="rotary positions; grouped key and value heads; bidirectional",
 )

@@ -13,7 +13,18 @@ from torch import Tensor
 
 from toolkit.inputs import Row
 
-__all__ = ["EMBEDS_ARGS", "IS_EMBED", "Batch", "EmbedsBatch", "Field", "PackedBatch", "joined", "pack", "pack_embeds"]
+__all__ = [
+    "EMBEDS_ARGS",
+    "IS_EMBED",
+    "Batch",
+    "EmbedsBatch",
+    "Field",
+    "PackedBatch",
+    "joined",
+    "pack",
+    "pack_embeds",
+    "place_embeds",
+]
 
 
 @dataclass(frozen=True)
@@ -175,11 +186,27 @@ def pack_embeds(
 ) -> EmbedsBatch:
     """Pack rows of which some hold embeddings; `embeds` is built on `device` in `dtype`, the rest on the CPU."""
     batch = pack(rows, position_start, position_pad)
+    embeds_TW, is_embed_T = place_embeds(batch, [row.embeds for row in rows], width, dtype, device)
+    return EmbedsBatch(**vars(batch), embeds=embeds_TW, is_embed=is_embed_T)
+
+
+def place_embeds(
+    batch: Batch,
+    pieces: Sequence[Sequence[tuple[int, Tensor]]],
+    width: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> tuple[Tensor, Tensor]:
+    """Put each sequence's embeddings, given by their place in it, where its tokens are.
+
+    Returns:
+        [T, W] on `device` in `dtype`, and which rows are taken: bool [T] on the CPU.
+    """
     embeds_TW = torch.zeros(batch.tokens, width, dtype=dtype, device=device)
     is_embed_T = torch.zeros(batch.tokens, dtype=torch.bool)
-    for row, begin in zip(rows, batch.cu_seqlens.tolist(), strict=False):
-        for start, piece in row.embeds:
+    for begin, mine in zip(batch.cu_seqlens.tolist(), pieces, strict=False):
+        for start, piece in mine:
             place = slice(begin + start, begin + start + len(piece))
             embeds_TW[place].copy_(piece)
             is_embed_T[place] = True
-    return EmbedsBatch(**vars(batch), embeds=embeds_TW, is_embed=is_embed_T)
+    return embeds_TW, is_embed_T

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from toolkit.batch import EMBEDS_ARGS, IS_EMBED, Batch, Field, joined
+from toolkit.batch import EMBEDS_ARGS, IS_EMBED, Batch, Field, joined, place_embeds
 
 __all__ = ["EmbedsStep", "Piece", "StepBatch", "pack_step"]
 
@@ -109,13 +109,8 @@ def pack_step(
         lanes=joined([np.array([piece.lane for piece in pieces], np.int32)]),
         max_len=torch.tensor([max(lengths, default=0)], dtype=torch.int32),
     )
-    if not any(piece.embeds for piece in pieces):
+    embeds = [piece.embeds for piece in pieces]
+    if not any(embeds):
         return batch
-    embeds_TW = torch.zeros(batch.tokens, width, dtype=dtype, device=device)
-    is_embed_T = torch.zeros(batch.tokens, dtype=torch.bool)
-    for piece, begin in zip(pieces, batch.cu_seqlens.tolist(), strict=False):
-        for start, values in piece.embeds:
-            place = slice(begin + start, begin + start + len(values))
-            embeds_TW[place].copy_(values)
-            is_embed_T[place] = True
+    embeds_TW, is_embed_T = place_embeds(batch, embeds, width, dtype, device)
     return EmbedsStep(**vars(batch), embeds=embeds_TW, is_embed=is_embed_T)

@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, NoReturn
 
 import torch
@@ -151,8 +152,7 @@ class DecoderRunner(Loaded[StepOutput]):
         Raises:
             InputError: an input or a setting is not acceptable, or an input can never fit.
         """
-        params = _params(max_new_tokens, temperature, settings)
-        rows = self.rows(inputs)
+        rows, params = self._requests(inputs, max_new_tokens, temperature, settings)
         collected = [_Collector(row, params, self._texts.tokenizer) for row in rows]
         for index, event, _ in self._events(rows, params, [collector.text for collector in collected]):
             collected[index].add(event)
@@ -162,11 +162,17 @@ class DecoderRunner(Loaded[StepOutput]):
         self, inputs: Input | Sequence[Input], max_new_tokens: int = 128, temperature: float = 0.0, **settings: Any
     ) -> Iterator[Chunk]:
         """Like `generate`, as the text comes. Closing the iterator cancels what is not finished."""
+        return self._chunks(*self._requests(inputs, max_new_tokens, temperature, settings))
+
+    def _requests(
+        self, inputs: Input | Sequence[Input], max_new_tokens: int, temperature: float, settings: dict[str, Any]
+    ) -> tuple[list[Row], SamplingParams]:
+        """Rows and their settings, all of them checked before the first one runs."""
         params = _params(max_new_tokens, temperature, settings)
         rows = self.rows(inputs)
         for row in rows:
             self.engine.check(row, params)
-        return self._chunks(rows, params)
+        return rows, params
 
     def _chunks(self, rows: list[Row], params: SamplingParams) -> Iterator[Chunk]:
         texts = [TextStream(self._texts.tokenizer, params.stop) for _ in rows]
@@ -185,8 +191,13 @@ class DecoderRunner(Loaded[StepOutput]):
             UnsupportedError: the artifact has no chat template.
             InputError: the template refuses the messages.
         """
-        text = ChatTemplate(self.artifact.folder).render(messages, **variables)
+        text = self._template.render(messages, **variables)
         return TokenIds(self._texts.tokenizer.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _template(self) -> ChatTemplate:
+        """Read and compiled for the first conversation."""
+        return ChatTemplate(self.artifact.folder)
 
     def token_states(self, inputs: Input | Sequence[Input]) -> list[Tensor]:
         """The states of each input's tokens, behind the final norm: [tokens, hidden] each, on the CPU.
@@ -244,8 +255,6 @@ class DecoderRunner(Loaded[StepOutput]):
         self, rows: list[Row], params: SamplingParams, texts: Sequence[TextStream | None]
     ) -> Iterator[tuple[int, Event, str]]:
         """Run rows to their end: (index, what happened, what became certain of the text, if there is one)."""
-        for row in rows:
-            self.engine.check(row, params)
         index_of = {self.engine.add(row, params): index for index, row in enumerate(rows)}
         numbers, inbox = list(index_of), deque[Event]()
         self._inboxes |= dict.fromkeys(numbers, inbox)

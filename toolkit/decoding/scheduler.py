@@ -148,8 +148,7 @@ class Scheduler:
     def _make_room(self, request: Request, count: int) -> bool:
         """Give a running request the pages for its next tokens; False if it had to give way itself."""
         while self._missing(request, count) > self.pool.free:
-            last = self._running[-1]
-            self._running.pop()
+            last = self._running.pop()
             self._give_up(last)
             self._waiting.appendleft(last)
             self.stats.preemptions += 1

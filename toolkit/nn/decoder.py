@@ -4,7 +4,6 @@ Shape suffixes: T tokens of all sequences, packed; S sequences; D hidden size; W
 N query heads; K key/value heads; H head size; B pages; P tokens of a page.
 """
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -91,14 +90,12 @@ class Decoder(LayerStack):
     def attach_cache(self, pages: int, page: int, tables: Tensor) -> None:
         """Allocate every layer's cache; `tables` is what `Pages.tables` will be, and is written by its owner."""
         weight = self.embeddings.token.weight
-        for attention in self._attentions():
-            attention.attach(pages, page, weight.device, weight.dtype)
+        for module in self.modules():
+            if isinstance(module, PagedAttention):
+                module.attach(pages, page, weight.device, weight.dtype)
         self.register_buffer("tables", tables, persistent=False)
         latest = torch.zeros(tables.shape[0], dtype=torch.int32, device=tables.device)
         self.register_buffer("latest", latest, persistent=False)
-
-    def _attentions(self) -> Iterator[PagedAttention]:
-        yield from (module for module in self.modules() if isinstance(module, PagedAttention))
 
     def forward_ids(
         self,

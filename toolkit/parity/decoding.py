@@ -94,8 +94,19 @@ class DecoderChecks:
         logits = runner.logits([case.given for case in every])
         for path, members in self._by_path():
             error, worst = max_abs([logits[k] for k in members], [self._expected[k] for k in members])
-            name = every[members[worst]].name
-            cells.append(self._cell(mode, path, "batched", "logits", error, self._error, self._bound, name, members))
+            cells.append(
+                Cell(
+                    mode=mode,
+                    path=path,
+                    company="batched",
+                    quantity="logits",
+                    cases=len(members),
+                    error=error,
+                    reference_error=self._error,
+                    bound=self._bound,
+                    worst=every[members[worst]].name,
+                )
+            )
         for way in _ways(scheduler.page, scheduler.tables.tensor.shape[0]):
             runner.engine = runner.make_engine(**way.options)
             groups = [[case.given for case in every]] if way.together else [[case.given] for case in every]
@@ -105,8 +116,19 @@ class DecoderChecks:
                 tokens = [generation.token_ids for generation in found]
             for path, members in self._by_path():
                 wrong = [k for k in members if self._diverges(tokens[k], *self._greedy[k])]
-                name = every[wrong[0]].name if wrong else "-"
-                cells.append(self._cell(mode, path, way.name, "greedy tokens", len(wrong), 0.0, 0.0, name, members))
+                cells.append(
+                    Cell(
+                        mode=mode,
+                        path=path,
+                        company=way.name,
+                        quantity="greedy tokens",
+                        cases=len(members),
+                        error=float(len(wrong)),
+                        reference_error=0.0,
+                        bound=0.0,
+                        worst=every[wrong[0]].name if wrong else "-",
+                    )
+                )
         runner.engine = usual
         return cells
 
@@ -118,27 +140,3 @@ class DecoderChecks:
         """Whether tokens part where the reference was sure of its own, beyond what its rounding explains."""
         first = next((k for k, (a, b) in enumerate(zip(ours, theirs, strict=True)) if a != b), None)
         return first is not None and margins[first] > 2 * self._bound
-
-    @staticmethod
-    def _cell(
-        mode: str,
-        path: str,
-        company: str,
-        quantity: str,
-        error: float,
-        reference_error: float,
-        limit: float,
-        worst: str,
-        members: list[int],
-    ) -> Cell:
-        return Cell(
-            mode=mode,
-            path=path,
-            company=company,
-            quantity=quantity,
-            cases=len(members),
-            error=float(error),
-            reference_error=reference_error,
-            bound=limit,
-            worst=worst,
-        )
