@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from toolkit.decoders import with_blocks
 from toolkit.errors import CheckpointError
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import Activation, AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, stack
 
@@ -92,7 +92,7 @@ RECIPE = replace(
     model_type="gemma",
     classes=("GemmaModel",),
     spec=spec,
-    heads=(causal_head("GemmaForCausalLM", tied=True),),
+    heads=(causal_head("GemmaForCausalLM", tied=True), last_token_head("GemmaForSequenceClassification", pad=0)),
     # Dropout is off; pad tokens are ordinary rows of the table; hidden_activation is read where it is not null.
     irrelevant=frozenset("attention_dropout hidden_activation pad_token_id".split()),
     tiny={

@@ -5,9 +5,10 @@ from dataclasses import replace
 
 from toolkit.config import LAYER_TYPES
 from toolkit.decoders import LAYER, sliding, with_blocks
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader
-from toolkit.spec import AttentionSpec, BlockSpec, EncoderSpec, SoftcapStep, Step
+from toolkit.spec import AttentionSpec, BlockSpec, EncoderSpec
+from toolkit.steps import SoftcapStep, Step
 from toolkit.weights import rename
 
 from .gemma import RECIPE as GEMMA
@@ -62,7 +63,10 @@ RECIPE = replace(
     model_type="gemma2",
     classes=("Gemma2Model",),
     spec=spec,
-    heads=(causal_head("Gemma2ForCausalLM", tied=True, after=capped_logits(30.0)),),
+    heads=(
+        causal_head("Gemma2ForCausalLM", tied=True, after=capped_logits(30.0)),
+        last_token_head("Gemma2ForSequenceClassification", pad=0),
+    ),
     rules=(
         # Llama's names, but for the norms: post_attention_layernorm comes after attention, not before the MLP.
         *(rule for rule in GEMMA.rules if rule.target != "blocks.{i}.mlp_norm.weight"),

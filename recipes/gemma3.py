@@ -7,7 +7,7 @@ Reference: transformers' Gemma3TextModel, without and with `use_bidirectional_at
 from dataclasses import replace
 
 from toolkit.decoders import LAYER
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import EncoderSpec
 from toolkit.weights import drop, rename
@@ -47,7 +47,10 @@ RECIPE = replace(
     model_type="gemma3_text",
     classes=("Gemma3TextModel",),
     spec=spec,
-    heads=(causal_head("Gemma3ForCausalLM", tied=True, after=capped_logits(None)),),
+    heads=(
+        causal_head("Gemma3ForCausalLM", tied=True, after=capped_logits(None)),
+        last_token_head("Gemma3TextForSequenceClassification", pad=0),
+    ),
     rules=(
         *GEMMA2.rules,
         rename("blocks.{i}.attention.q_norm.weight", LAYER + "self_attn.q_norm.weight"),

@@ -6,7 +6,7 @@ Reference: transformers' GPT2Model.
 from dataclasses import replace
 
 from toolkit.decoders import with_blocks
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, rename
@@ -92,7 +92,7 @@ RECIPE = Recipe(
         """.split()
     ),
     segments_refused=True,
-    heads=(causal_head("GPT2LMHeadModel", tied=True),),
+    heads=(causal_head("GPT2LMHeadModel", tied=True), last_token_head("GPT2ForSequenceClassification")),
     tiny={
         "model_type": "gpt2",
         "architectures": ["GPT2Model"],
@@ -107,5 +107,5 @@ RECIPE = Recipe(
         "scale_attn_by_inverse_layer_idx": True,
         "pad_token_id": 7,
     },
-    note="a causal decoder with learned positions; generates, or embeds",
+    note="a causal decoder with learned positions",
 )

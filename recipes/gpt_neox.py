@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, rename
@@ -70,7 +70,10 @@ RECIPE = Recipe(
     # Dropout is off; pad tokens are ordinary rows of the table.
     irrelevant=frozenset("attention_dropout hidden_dropout classifier_dropout pad_token_id".split()),
     neutral={"is_decoder": (False, True)},  # the reference's documentation sets it, nothing reads it
-    heads=(causal_head("GPTNeoXForCausalLM", stored=("embed_out", "lm_head")),),
+    heads=(
+        causal_head("GPTNeoXForCausalLM", stored=("embed_out", "lm_head")),
+        last_token_head("GPTNeoXForSequenceClassification"),
+    ),
     tiny={
         "model_type": "gpt_neox",
         "architectures": ["GPTNeoXModel"],
@@ -85,5 +88,5 @@ RECIPE = Recipe(
         "rotary_pct": 0.5,
         "pad_token_id": 7,
     },
-    note="a causal decoder; generates, or embeds",
+    note="a causal decoder",
 )

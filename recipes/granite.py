@@ -8,7 +8,8 @@ from dataclasses import replace
 from toolkit.decoders import with_blocks
 from toolkit.heads import causal_head
 from toolkit.recipe import ConfigReader
-from toolkit.spec import BlockSpec, DivideStep, EncoderSpec, Step
+from toolkit.spec import BlockSpec, EncoderSpec
+from toolkit.steps import DivideStep, Step
 
 from .llama import RECIPE as LLAMA
 

@@ -1,7 +1,7 @@
 """Llama (Touvron et al., 2023, https://arxiv.org/abs/2302.13971); reference: transformers' LlamaModel."""
 
 from toolkit.decoders import LAYER_RULES, decoder_spec, with_biases
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import EncoderSpec
 from toolkit.weights import drop
@@ -26,7 +26,7 @@ RECIPE = Recipe(
     ),
     # Dropout is off; pad tokens are ordinary rows of the table; the reference does not read pretraining_tp.
     irrelevant=frozenset("attention_dropout pad_token_id pretraining_tp".split()),
-    heads=(causal_head("LlamaForCausalLM"),),
+    heads=(causal_head("LlamaForCausalLM"), last_token_head("LlamaForSequenceClassification")),
     tiny={
         "model_type": "llama",
         "architectures": ["LlamaModel"],
@@ -44,5 +44,5 @@ RECIPE = Recipe(
         "rope_theta": 300.0,
         "pad_token_id": 7,
     },
-    note="a causal decoder; generates, or embeds",
+    note="a causal decoder",
 )

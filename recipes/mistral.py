@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from toolkit.decoders import decoder_spec, sliding_everywhere
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import EncoderSpec
 
@@ -23,7 +23,7 @@ RECIPE = replace(
     classes=("MistralModel",),
     tasks=(),
     spec=spec,
-    heads=(causal_head("MistralForCausalLM"),),
+    heads=(causal_head("MistralForCausalLM"), last_token_head("MistralForSequenceClassification")),
     irrelevant=frozenset("attention_dropout pad_token_id".split()),
     tiny={
         **{name: value for name, value in LLAMA.tiny.items() if not name.endswith("_bias")},
@@ -31,5 +31,5 @@ RECIPE = replace(
         "architectures": ["MistralModel"],
         "sliding_window": 6,
     },
-    note="generates only: as an embedding model it misses the float32 gate by 4 %",
+    note="a causal decoder; no embeddings: as an embedding model it misses the float32 gate by 4 %",
 )

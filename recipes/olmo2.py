@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from toolkit.decoders import LAYER, decoder_spec, with_blocks
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import BlockSpec, EncoderSpec
 from toolkit.weights import rename
@@ -36,7 +36,7 @@ RECIPE = replace(
         rename("blocks.{i}.attention_out_norm.weight", LAYER + "post_attention_layernorm.weight"),
         rename("blocks.{i}.mlp_out_norm.weight", LAYER + "post_feedforward_layernorm.weight"),
     ),
-    heads=(causal_head("Olmo2ForCausalLM"),),
+    heads=(causal_head("Olmo2ForCausalLM"), last_token_head("Olmo2ForSequenceClassification", pad=1)),
     irrelevant=frozenset("attention_dropout pad_token_id".split()),
     tiny={
         **{name: value for name, value in LLAMA.tiny.items() if name != "mlp_bias"},

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader, Recipe
 from toolkit.spec import BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, self_attention, stack
 from toolkit.weights import drop, fuse, rename
@@ -78,7 +78,7 @@ RECIPE = Recipe(
     ),
     # Dropout is off; pad tokens are ordinary rows of the table; the tokenizer's files say what precedes a text.
     irrelevant=frozenset("dropout attention_dropout activation_dropout layerdrop init_std pad_token_id prefix".split()),
-    heads=(causal_head("OPTForCausalLM", tied=True),),
+    heads=(causal_head("OPTForCausalLM", tied=True), last_token_head("OPTForSequenceClassification", pad=1)),
     tiny={
         "model_type": "opt",
         "architectures": ["OPTModel"],
@@ -92,5 +92,5 @@ RECIPE = Recipe(
         "activation_function": "gelu",
         "pad_token_id": 7,
     },
-    note="a causal decoder with learned positions; generates, or embeds",
+    note="a causal decoder with learned positions",
 )

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from toolkit.decoders import LAYER, decoder_spec, sliding_everywhere
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import EncoderSpec, RopeSpec
 from toolkit.weights import rename
@@ -36,7 +36,7 @@ RECIPE = replace(
         rename("blocks.{i}.attention.qkv.{p}", LAYER + "self_attn.qkv_proj.{p}"),
         rename("blocks.{i}.mlp.up.{p}", LAYER + "mlp.gate_up_proj.{p}"),
     ),
-    heads=(causal_head("Phi3ForCausalLM"),),
+    heads=(causal_head("Phi3ForCausalLM"), last_token_head("Phi3ForSequenceClassification", pad=32_000)),
     # Dropout is off; pad tokens are ordinary rows of the table; only longrope reads the original length.
     irrelevant=frozenset(
         "attention_dropout embd_pdrop original_max_position_embeddings pad_token_id resid_pdrop".split()

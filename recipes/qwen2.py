@@ -6,7 +6,7 @@ Reference: transformers' Qwen2Model.
 from dataclasses import replace
 
 from toolkit.decoders import by_layer_types, decoder_spec, with_blocks
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import EncoderSpec
 
@@ -25,7 +25,7 @@ RECIPE = replace(
     model_type="qwen2",
     classes=("Qwen2Model",),
     spec=spec,
-    heads=(causal_head("Qwen2ForCausalLM"),),
+    heads=(causal_head("Qwen2ForCausalLM"), last_token_head("Qwen2ForSequenceClassification")),
     irrelevant=frozenset("attention_dropout pad_token_id".split()),
     tiny={
         **{name: value for name, value in LLAMA.tiny.items() if not name.endswith("_bias")},

@@ -6,7 +6,7 @@ Reference: transformers' Qwen3Model.
 from dataclasses import replace
 
 from toolkit.decoders import LAYER, by_layer_types, decoder_spec, with_blocks
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import BlockSpec, EncoderSpec
 from toolkit.weights import rename
@@ -14,15 +14,20 @@ from toolkit.weights import rename
 from .llama import RECIPE as LLAMA
 
 
-def spec(config: ConfigReader) -> EncoderSpec:
-    """Effective configuration; defaults are Qwen3Config's. Queries and keys are normalised, each head alone."""
-    base = decoder_spec(config, width=22016, kv_heads=32, length=32_768, words=151_936, head_dim=128)
+def with_qk_norm(config: ConfigReader, spec: EncoderSpec) -> EncoderSpec:
+    """The same with queries and keys normalised, each head alone, and the biases that `attention_bias` says."""
     bias = config.boolean("attention_bias", default=False)
 
     def change(k: int, block: BlockSpec) -> BlockSpec:
         return replace(block, attention=replace(block.attention, bias=bias, out_bias=bias, qk_norm=block.norm))
 
-    return by_layer_types(config, with_blocks(base, change))
+    return with_blocks(spec, change)
+
+
+def spec(config: ConfigReader) -> EncoderSpec:
+    """Effective configuration; defaults are Qwen3Config's."""
+    base = decoder_spec(config, width=22016, kv_heads=32, length=32_768, words=151_936, head_dim=128)
+    return by_layer_types(config, with_qk_norm(config, base))
 
 
 RECIPE = replace(
@@ -35,7 +40,7 @@ RECIPE = replace(
         rename("blocks.{i}.attention.q_norm.weight", LAYER + "self_attn.q_norm.weight"),
         rename("blocks.{i}.attention.k_norm.weight", LAYER + "self_attn.k_norm.weight"),
     ),
-    heads=(causal_head("Qwen3ForCausalLM"),),
+    heads=(causal_head("Qwen3ForCausalLM"), last_token_head("Qwen3ForSequenceClassification")),
     irrelevant=frozenset("attention_dropout pad_token_id".split()),
     tiny={
         **{name: value for name, value in LLAMA.tiny.items() if name != "mlp_bias"},

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from toolkit.decoders import by_layer_types, decoder_spec, whole_heads, with_biases, with_blocks
-from toolkit.heads import causal_head
+from toolkit.heads import causal_head, last_token_head
 from toolkit.recipe import ConfigReader
 from toolkit.spec import EncoderSpec
 
@@ -48,7 +48,10 @@ RECIPE = replace(
     model_type="smollm3",
     classes=("SmolLM3Model",),
     spec=spec,
-    heads=(causal_head("SmolLM3ForCausalLM", tied=True),),
+    heads=(
+        causal_head("SmolLM3ForCausalLM", tied=True),
+        last_token_head("SmolLM3ForSequenceClassification", pad=128_004),
+    ),
     irrelevant=frozenset("attention_dropout pad_token_id".split()),
     tiny={
         **LLAMA.tiny,

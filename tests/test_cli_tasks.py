@@ -8,6 +8,8 @@ import pytest
 
 import toolkit
 from tests.test_cli import EAGER, Result, assert_one_error_line, run
+from tests.test_logit_score import make_reranker
+from tests.test_messages import RERANKER
 from tests.test_scoring import make_classifier
 from toolkit.registry import find_recipe
 
@@ -74,3 +76,21 @@ def test_classify_tokens(run: Callable[..., Result], artifacts: dict[str, Path])
     found = json.loads(line)
     assert [(token["start"], token["end"]) for token in found] == [(0, 3), (4, 9), (10, 13)]
     assert all(token["label"].startswith("LABEL_") and 1 / 3 < token["probability"] <= 1 for token in found)
+
+
+def test_decoders(run: Callable[..., Result], tmp_path: Path) -> None:
+    """What CrossEncoder saves of a language model is a reranker; a classifier of the last token classifies."""
+    qwen3 = find_recipe("qwen3").recipe
+    make_reranker(tmp_path / "reranker", template=RERANKER, prompts={"q": "query doc"})
+    make_classifier(tmp_path / "classifier", qwen3, "Qwen3ForSequenceClassification", 3)
+    for name, task in (("reranker", "rerank"), ("classifier", "classify")):
+        done = run("convert", tmp_path / name, tmp_path / task, "--no-verify", "--json")
+        assert json.loads(done.out)["manifest"]["task"] == task
+    scores = [json.loads(line) for line in run("score", tmp_path / "rerank", *EAGER, stdin=PAIRS).out.splitlines()]
+    ours = toolkit.load(tmp_path / "rerank", device="cpu", mode="eager")
+    assert scores == pytest.approx(ours.score([("the fox", "query doc"), ("a b", "lazy dog")]).tolist())
+    (line,) = run("classify", tmp_path / "classify", *EAGER, stdin="the fox\n").out.splitlines()
+    assert sorted(json.loads(line)["probabilities"]) == ["LABEL_0", "LABEL_1", "LABEL_2"]
+    listed = {entry["model_type"]: entry for entry in json.loads(run("recipes", "--json").out)}
+    assert {"generate", "rerank", "classify"} <= set(listed["qwen3"]["tasks"])
+    assert "Qwen3ForSequenceClassification" in listed["qwen3"]["classes"]

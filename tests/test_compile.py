@@ -133,7 +133,7 @@ def test_many_models_in_one_process() -> None:
         assert compiled.compilations == 1
 
 
-@pytest.mark.parametrize("sizes", list(Sizes))
+@pytest.mark.parametrize("sizes", [Sizes.ANY, Sizes.MANY])
 def test_models_of_other_sizes_do_not_disturb_each_other(sizes: Sizes) -> None:
     """What dynamo learns from one model (these sizes change) must not make another's weights dynamic."""
     for hidden in (40, 80, 120):
@@ -147,6 +147,19 @@ def test_models_of_other_sizes_do_not_disturb_each_other(sizes: Sizes) -> None:
         weights = [node for node in compiled.graph.find_nodes(op="placeholder") if "weights_0" in node.name]
         assert weights
         assert all(type(n) is int for node in weights for n in node.meta["example_value"].shape)
+
+
+def test_an_entry_point_of_one_size_has_no_other() -> None:
+    """Neither another size's entry point nor a second call makes a size dynamic."""
+    model = tiny_model()
+    for lengths in ([5], [9], [24]):
+        compiled = compile_entry_point(model, "forward_ids", Sizes.ONE)
+        for _ in range(2):
+            compiled(*batch_for("forward_ids", lengths, model).encoder_args())
+        assert compiled.compilations == 1
+        assert compiled.graph is not None
+        shapes = [node.meta["example_value"].shape for node in compiled.graph.find_nodes(op="placeholder")]
+        assert all(type(n) is int for shape in shapes for n in shape)
 
 
 def test_a_missing_compiler_is_an_error_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:

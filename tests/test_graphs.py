@@ -17,7 +17,7 @@ from toolkit.errors import GraphError
 from toolkit.graphs import Bucket, BucketLadder, GraphPair
 from toolkit.nn.head import Output, build_head
 from toolkit.nn.model import Encoder
-from toolkit.spec import HeadSpec, NormalizeStep, PoolingStep
+from toolkit.steps import HeadSpec, NormalizeStep, PoolingStep
 
 HEAD = build_head(
     HeadSpec(steps=(PoolingStep(modes=("mean",)), NormalizeStep(on="vectors")), width=40), CPU, skips=True

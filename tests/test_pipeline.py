@@ -28,7 +28,7 @@ from toolkit.errors import CheckpointError, InputError, UnsupportedError
 from toolkit.pipeline import ReadPipeline, read_pipeline
 from toolkit.registry import find_recipe
 from toolkit.runner import Runner
-from toolkit.spec import NormalizeStep, PoolingStep
+from toolkit.steps import NormalizeStep, PoolingStep
 
 HIDDEN = 40
 MODES: list[Any] = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]

@@ -68,6 +68,16 @@ def test_values_before_an_activation_count(checkpoint: Callable[..., Path], tmp_
         toolkit.convert(str(folder), tmp_path / "out", dtype="float16", verify=False)
 
 
+def test_what_experts_compute_counts(tmp_path: Path) -> None:
+    """Before the activation of a gate that multiplies nothing."""
+    folder = make_checkpoint(tmp_path / "source", find_recipe("qwen3_moe").recipe)
+    for expert in range(7):
+        change(folder, f"layers.3.mlp.experts.{expert}.up_proj.weight", grow(5, 0))
+        change(folder, f"layers.3.mlp.experts.{expert}.gate_proj.weight", grow(5, 4e4))
+    with pytest.raises(UnsupportedError, match=r"blocks\.3\.mlp\.experts_up reaches"):
+        toolkit.convert(str(folder), tmp_path / "out", dtype="float16", verify=False)
+
+
 def fill_table(folder: Path, rows: slice) -> None:
     """float16 holds each table, but not the sum of these words with segment 0."""
     change(folder, "embeddings.word_embeddings.weight", lambda table: table[rows].fill_(5e4))

@@ -13,7 +13,7 @@ import toolkit
 from toolkit import TokenIds, rows
 from toolkit.errors import InputError
 from toolkit.inputs import Row
-from toolkit.rows import Rows, group_rows
+from toolkit.rows import Rows, group_rows, without_padding
 from toolkit.tokenizer import Pair
 
 
@@ -123,3 +123,28 @@ def test_a_bad_prompt_is_blamed_and_not_an_input(bert_artifact: Path) -> None:
 def test_a_row_that_is_longer_than_a_group_makes_its_own() -> None:
     groups = list(group_rows([{k: row(n) for k, n in enumerate([50, 10, 9])}], 20))
     assert [[len(r) for r in group.values()] for group in groups] == [[50], [10, 9]]
+
+
+@pytest.mark.parametrize(
+    ("ids", "left"),
+    [
+        ([], 0),
+        ([3], 1),
+        ([7], 1),
+        ([7, 7, 7], 1),
+        ([7, 3], 2),
+        ([3, 7], 1),
+        ([7, 3, 7, 5, 7, 7], 4),
+    ],
+)
+def test_rows_without_padding(ids: list[int], left: int) -> None:
+    """D2: what is at the end; of nothing but padding the first token is left."""
+    numbers = np.array(ids, np.int32)
+    made = without_padding(Row(ids=numbers, segments=numbers + 1, embeds=()), 7)
+    assert made.ids.tolist() == ids[:left]
+    assert made.segments.tolist() == [id + 1 for id in ids[:left]]
+
+
+def test_rows_with_embeddings_stay_whole() -> None:
+    given = row(3, embeds=True)
+    assert without_padding(given, 0) is given

@@ -41,7 +41,7 @@ def make_classifier(
     with torch.no_grad():  # logits of some size
         for parameter_name, parameter in model.named_parameters():
             if (
-                parameter_name.startswith(("classifier", "head", "dense", "pre_classifier"))
+                parameter_name.startswith(("classifier", "head", "dense", "pre_classifier", "score"))
                 or "pooler" in parameter_name
             ):
                 parameter.mul_(4)

@@ -30,7 +30,7 @@ from toolkit.parity import verify_folder
 from toolkit.recipe import Recipe
 from toolkit.registry import all_recipes, find_recipe
 from toolkit.runner import Runner
-from toolkit.spec import HeadSpec, LogStep, PoolingStep
+from toolkit.steps import HeadSpec, LogStep, PoolingStep
 
 TEXTS = ["the quick fox", "query doc text one two three", "a"]
 BERT = find_recipe("bert").recipe

@@ -1,7 +1,8 @@
 """Tiny, heated checkpoints, built from a recipe's own test configuration.
 
 Default initialisation hides defects: scores and pre-activations near zero make masks, scales and activations
-look alike. So query and key weights are scaled up, the MLP's input too, and every bias and norm is random.
+look alike. So query and key weights are scaled up, the MLP's input and the router of experts too, and every bias and
+norm is random.
 """
 
 import json
@@ -28,6 +29,8 @@ SPECIALS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 QUERY_KEY = re.compile(r"query|key|q_proj|k_proj|q_lin|k_lin|Wqkv|qkv|c_attn|\.(q|k)\.|(q|k)_norm")
 MLP_IN = re.compile(r"intermediate|lin1|ffn\.|\.wi|\.Wi|fc1|gate_proj|up_proj|up_gate|gated_layers|c_fc|h_to_4h")
 TABLE = re.compile(r"embed|emb|shared|relative_attention_bias|wte|wpe")
+ROUTER = re.compile(r"mlp\.gate\.weight")
+EXPERT_OUT = re.compile(r"experts\.down_proj")
 NORM = re.compile(r"norm|emb_ln|_ln\b|\bln_", re.IGNORECASE)
 
 
@@ -48,6 +51,11 @@ def heat(model: torch.nn.Module, seed: int = 0) -> None:
                 parameter.copy_(noise * 0.02 * 12)
             elif MLP_IN.search(name):
                 parameter.copy_(noise * 0.02 * 15)
+            elif ROUTER.search(name):
+                parameter.copy_(noise)
+            elif EXPERT_OUT.search(name):
+                # In 16 bits rounding may exchange the least of a token's experts for the next: that is to weigh little.
+                parameter.copy_(noise * 0.01)
             else:
                 parameter.copy_(noise * 0.1)
 

@@ -25,7 +25,8 @@ from toolkit.errors import ArtifactError, CheckpointError
 from toolkit.multivector import MultiVector
 from toolkit.pipeline import Pipeline
 from toolkit.scoring import Scoring
-from toolkit.spec import EncoderSpec, HeadSpec
+from toolkit.spec import EncoderSpec
+from toolkit.steps import HeadSpec
 from toolkit.tensorfile import parse_json, read_header, read_tensor
 from toolkit.tokenizer import TokenizerSpec
 
@@ -33,7 +34,7 @@ __all__ = ["DTYPES", "MANIFEST", "SCHEMA", "Artifact", "Manifest", "atomic_folde
 
 MANIFEST = "toolkit.json"
 DTYPES = ("float32", "float16", "bfloat16")
-SCHEMA = 4
+SCHEMA = 5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +88,7 @@ class Manifest:
             parts = {
                 "spec": EncoderSpec.from_dict(data["spec"]),
                 "head": HeadSpec.from_dict(data["head"]),
-                "pipeline": Pipeline(**data["pipeline"]),
+                "pipeline": Pipeline.from_dict(data["pipeline"]),
                 "scoring": Scoring.from_dict(data["scoring"]) if data["scoring"] is not None else None,
                 "multi_vector": MultiVector.from_dict(data["multi_vector"])
                 if data["multi_vector"] is not None

@@ -6,7 +6,8 @@ of tokens and sequences. What was traced is checked: the embedding lookups must 
 There are two ways to leave a size open. `Sizes.ANY` makes it unknown to the compiler ("unbacked"): 0 and 1 are
 sizes like any other, but fusions that need to know that two sizes agree are lost, which costs a quarter of the
 speed on a GPU. `Sizes.MANY` ("backed") lets the compiler reason with the first size that it sees, on the promise
-that none below 2 comes: right for the fixed buckets of a captured graph.
+that none below 2 comes: right for the fixed buckets of a captured graph. `Sizes.ONE` leaves nothing open: such an
+entry point serves one bucket.
 """
 
 import enum
@@ -44,6 +45,7 @@ class Sizes(enum.Enum):
 
     ANY = "any"
     MANY = "two or more"
+    ONE = "one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,15 +143,18 @@ class CompiledEntryPoint:
         self.compilations = 0
         self._model, self._name, self._backend = model, name, backend
         self._mark = torch._dynamo.decorators.mark_unbacked if sizes is Sizes.ANY else torch._dynamo.mark_dynamic
+        open_sizes = sizes is not Sizes.ONE
         method = getattr(type(model), name)
         names = list(inspect.signature(method).parameters)[1:]
-        self._dynamic = tuple(k for k, n in enumerate(names) if n in contract.dynamic_first_dim)
+        self._dynamic = tuple(k for k, n in enumerate(names) if n in contract.dynamic_first_dim and open_sizes)
         # dynamo keeps one list of compiled variants a code object, with a limit on its length, and remembers by the
         # code's name which sizes it has seen, to make those that change dynamic. A copy of the code under a name of
         # its own keeps models of one class apart, however many a process loads.
         code = method.__code__.replace(co_name=f"{name}_{next(_counter)}")
         own = types.FunctionType(code, method.__globals__, name, method.__defaults__, method.__closure__)
-        self._compiled = torch.compile(types.MethodType(own, model), fullgraph=True, backend=self._compile)
+        dynamic = None if open_sizes else False
+        bound = types.MethodType(own, model)
+        self._compiled = torch.compile(bound, fullgraph=True, dynamic=dynamic, backend=self._compile)
 
     def _compile(self, module: fx.GraphModule, example_inputs: list[Tensor]) -> Callable[..., Any]:
         check_boundary(module.graph, self._model, self._name)

@@ -148,6 +148,13 @@ class ConfigReader:
             raise CheckpointError(f"config.json: {name} = {value!r}, expected at least {length} zeros and ones")
         return tuple(bool(item) for item in value[:length])
 
+    def integers(self, names: Names) -> tuple[int, ...]:
+        """A list of integers of at least 0; none if it is absent or null."""
+        name, value = self._get(names, None)
+        if value is not None and not (isinstance(value, list) and all(type(k) is int and k >= 0 for k in value)):
+            raise CheckpointError(f"config.json: {name} = {value!r}, expected a list of integers of at least 0")
+        return tuple(value or ())
+
     def terms(self, names: Names, options: tuple[str, ...]) -> tuple[str, ...]:
         """Some of several texts, as a list or as one text with `|` between them; none if it is absent or null."""
         name, value = self._get(names, None)

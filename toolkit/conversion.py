@@ -17,7 +17,9 @@ from toolkit.checkpoint import Checkpoint, open_checkpoint
 from toolkit.config import ConfigReader
 from toolkit.decoders import read_ends
 from toolkit.errors import ArtifactError, CheckpointError, InputError, ParityError, UnsupportedError
-from toolkit.heads import TaskHead
+from toolkit.heads import TaskHead, words_head
+from toolkit.logit_score import read_words
+from toolkit.messages import Messages, check_pairs, read_messages
 from toolkit.modules import read_modules, stored_name
 from toolkit.multivector import MultiVector
 from toolkit.nn.head import build_head
@@ -37,6 +39,7 @@ from toolkit.weights import LoadedWeights, load_weights, rename
 __all__ = ["TASKS", "ConversionReport", "convert"]
 
 TASKS = ("embed", "rerank", "classify", "token-classify", "sparse", "multi-vector", "generate")
+_SCORED = ("rerank", "classify", "token-classify")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,8 +166,8 @@ def _read_task(checkpoint: Checkpoint, recipe: Recipe) -> str:
     heads = [head for head in recipe.heads if set(head.classes) & set(classes)]
     if heads and not set(classes) & set(recipe.classes):
         tasks = heads[0].tasks
-        if tasks == ("generate",) and checkpoint.has("modules.json"):
-            return "embed"
+        if "generate" in tasks:
+            return "embed" if checkpoint.has("modules.json") else "generate"
         return tasks[0] if len(tasks) == 1 or is_reranker(checkpoint) else tasks[1]
     foreign = [name for name in classes if name not in recipe.classes]
     if foreign and not checkpoint.has("modules.json"):
@@ -199,6 +202,9 @@ def _write(
     """Write everything but the parity report into `folder`."""
     recipe, (task, head) = registered.recipe, plan
     spec, unrecognised = recipe.read_config(checkpoint.config)
+    by_words = head is not None and task == "rerank" and "generate" in head.tasks
+    if head is not None and by_words:
+        head = words_head(head, read_words(checkpoint, spec), spec)
     labels = count_labels(checkpoint.config) if head is not None else 0
     steps = head.steps(ConfigReader(checkpoint.config), spec, labels) if head is not None else ()
     read = read_pipeline(checkpoint, spec.state_width, task, steps)
@@ -230,8 +236,8 @@ def _write(
         dtype=str(dtype).removeprefix("torch."),
         spec=spec,
         head=read.head,
-        pipeline=replace(read.pipeline, normalize=normalize),
-        scoring=read_scoring(checkpoint, task) if head is not None and task not in ("sparse", "generate") else None,
+        pipeline=replace(read.pipeline, normalize=normalize, messages=_messages(checkpoint, task, read, tokenizer)),
+        scoring=read_scoring(checkpoint, task, by_words=by_words) if task in _SCORED else None,
         multi_vector=multi_vector,
         ends=read_ends(checkpoint, spec) if task == "generate" else (),
         tokenizer=tokenizer_spec,
@@ -251,6 +257,14 @@ def _write(
     )
     _write_files(checkpoint, manifest, weights.state, tokenizer, folder, on_stage)
     return manifest
+
+
+def _messages(checkpoint: Checkpoint, task: str, read: ReadPipeline, tokenizer: Any) -> Messages | None:
+    """How a reranker's texts become messages for a chat template; no other task's do."""
+    messages = read_messages(checkpoint, read.options, tokenizer) if task == "rerank" else None
+    if messages is not None:
+        check_pairs(messages, tokenizer)
+    return messages
 
 
 def _with_mix(spec: EncoderSpec, read: ReadPipeline) -> EncoderSpec:

@@ -6,15 +6,27 @@ from dataclasses import replace
 from toolkit.checkpoint import Checkpoint
 from toolkit.config import LAYER_TYPES, ConfigReader
 from toolkit.errors import CheckpointError, UnsupportedError
-from toolkit.spec import AttentionSpec, BlockSpec, EmbeddingSpec, EncoderSpec, MlpSpec, NormSpec, RopeSpec, stack
-from toolkit.weights import drop, fuse, rename
+from toolkit.spec import (
+    AttentionSpec,
+    BlockSpec,
+    EmbeddingSpec,
+    EncoderSpec,
+    ExpertsSpec,
+    MlpSpec,
+    NormSpec,
+    RopeSpec,
+    stack,
+)
+from toolkit.weights import Rule, drop, fuse, rename
 
 __all__ = [
     "LAYER",
     "LAYER_RULES",
     "by_layer_types",
     "decoder_spec",
+    "expert_rules",
     "read_ends",
+    "read_experts",
     "sliding",
     "sliding_everywhere",
     "whole_heads",
@@ -23,6 +35,7 @@ __all__ = [
 ]
 
 LAYER = "layers.{i}."
+_EXPERTS = "blocks.{i}.mlp.experts"
 _COMPUTED = "rotary frequencies are computed from config.json"
 
 # The tensors of the model without a head, under Llama's names.
@@ -38,6 +51,18 @@ LAYER_RULES = (
     drop("rotary_emb.inv_freq", why=_COMPUTED),
     drop(LAYER + "self_attn.rotary_emb.inv_freq", why=_COMPUTED),
 )
+
+
+def expert_rules(gate: str, up: str, down: str) -> tuple[Rule, ...]:
+    """The tensors of a router and its experts: each by itself, with projections of these names, or stacked."""
+    each, ups, downs = LAYER + "mlp.experts.{e}.", _EXPERTS + "_up.weight", _EXPERTS + "_down.weight"
+    return (
+        rename("blocks.{i}.mlp.router.weight", LAYER + "mlp.gate.weight"),
+        fuse(ups, f"{each}{gate}.weight", f"{each}{up}.weight"),
+        fuse(downs, f"{each}{down}.weight"),
+        rename(ups, LAYER + "mlp.experts.gate_up_proj", layout="stacked"),
+        rename(downs, LAYER + "mlp.experts.down_proj", layout="stacked"),
+    )
 
 
 # (configuration, size of a head) → rotary positions
@@ -96,6 +121,17 @@ def decoder_spec(
         embedding=EmbeddingSpec(vocab_size=config.integer("vocab_size", words), width=hidden, norm=None),
         final_norm=norm,
     )
+
+
+def read_experts(
+    config: ConfigReader, names: tuple[str, ...], *, count: int, chosen: int, normalise: bool
+) -> ExpertsSpec:
+    """How many experts there are, by one of these names, and `num_experts_per_tok`; arguments are the defaults."""
+    count = config.integer(names, count)
+    chosen = config.integer("num_experts_per_tok", chosen)
+    if chosen > count:
+        raise CheckpointError(f"config.json: num_experts_per_tok = {chosen}, but {names[0]} = {count}")
+    return ExpertsSpec(count=count, chosen=chosen, normalise=normalise)
 
 
 def with_blocks(spec: EncoderSpec, change: Callable[[int, BlockSpec], BlockSpec]) -> EncoderSpec:

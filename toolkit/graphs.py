@@ -207,9 +207,13 @@ class _CudaReplay:
                 entry(*args)
         torch.cuda.current_stream().wait_stream(stream)
         self._graph = torch.cuda.CUDAGraph()
+        # cuBLAS has a workspace for each stream, which anyone may release (inductor's own graphs do): with none there,
+        # the capture gets one from the pool, which lives as long as the graph does.
+        torch._C._cuda_clearCublasWorkspaces()
         # the stream is of this device (torch's default one is not, on a second device); other threads may go on
         with torch.cuda.graph(self._graph, pool=pool, stream=stream, capture_error_mode="thread_local"):
             self._output = entry(*args)
+        torch._C._cuda_clearCublasWorkspaces()
 
     def replay(self) -> Any:
         self._graph.replay()
@@ -256,6 +260,7 @@ class GraphPair(Generic[Out]):
         run_ids: callable over the tensors of a batch of ids, in the order of its `ARGS`.
         run_embeds: callable over the tensors of a batch with embeddings.
         ladder: the buckets.
+        embeds_ladder: those of batches with embeddings, if they are others.
         width: width of the seam.
         dtype: dtype of the embeddings.
         device: where the buffers live.
@@ -268,12 +273,14 @@ class GraphPair(Generic[Out]):
         run_embeds: Callable[..., Out],
         *,
         ladder: Ladder,
+        embeds_ladder: Ladder | None = None,
         width: int,
         dtype: torch.dtype,
         device: torch.device,
         batches: tuple[type[Batch], type[Batch]] = (PackedBatch, EmbedsBatch),
     ) -> None:
         self.ladder = ladder
+        self._ladders = {"ids": ladder, "embeds": embeds_ladder or ladder}
         self.stats = GraphStats()
         self._runs: dict[str, Entry] = {"ids": run_ids, "embeds": run_embeds}
         self._kinds = {kind.PATH: kind for kind in batches}
@@ -354,7 +361,7 @@ class GraphPair(Generic[Out]):
 
     def _find(self, batch: Batch) -> _Replay | None:
         """The graph for a batch, captured now if it is the bucket's first; None if no bucket fits."""
-        bucket = self.ladder.find(batch.tokens, batch.sequences, int(batch.max_len))
+        bucket = self._ladders[batch.PATH].find(batch.tokens, batch.sequences, int(batch.max_len))
         return None if bucket is None else self._graph(batch.PATH, bucket)
 
     def poison(self) -> None:
@@ -387,6 +394,6 @@ class GraphPair(Generic[Out]):
         with _one_capture:
             if path not in self._primed:
                 # compilers tune their kernels for the first size they see: let it be the largest
-                entry(*self._inputs(path, self.ladder.default()[0]).tensors())
+                entry(*self._inputs(path, self._ladders[path].default()[0]).tensors())
                 self._primed.add(path)
             return _CudaReplay(entry, self._inputs(path, bucket), self._pool)

@@ -4,26 +4,30 @@ Recipes list these as data; the functions here make the common ones.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.config import ConfigReader
-from toolkit.spec import (
-    Activation,
+from toolkit.errors import UnsupportedError
+from toolkit.spec import Activation, EncoderSpec, NormSpec
+from toolkit.steps import (
     DenseStep,
-    EncoderSpec,
-    NormSpec,
+    DifferenceStep,
+    DivideStep,
     NormStep,
     Place,
     PoolingStep,
+    SoftcapStep,
     Step,
     VocabularyStep,
+    WordsStep,
 )
-from toolkit.weights import Rule, copy, drop, rename
+from toolkit.weights import Rows, Rule, copy, drop, rename
 
 __all__ = [
     "TaskHead",
     "causal_head",
     "either_head",
+    "last_token_head",
     "late_head",
     "lm_head",
     "mlm_head",
@@ -32,6 +36,7 @@ __all__ = [
     "sequence_head",
     "token_head",
     "vocabulary_head",
+    "words_head",
 ]
 
 # (configuration, the base model, number of labels) → steps
@@ -276,7 +281,68 @@ def causal_head(
             return tuple(copy("embeddings.token.weight", f"{name}.weight", outside=True) for name in stored)
         return tuple(rename("head.steps.out.linear.weight", f"{name}.weight", outside=True) for name in stored)
 
-    return TaskHead(classes=(name,), tasks=("generate",), steps=steps, rules=rules)
+    return TaskHead(classes=(name,), tasks=("generate", "rerank"), steps=steps, rules=rules)
+
+
+def words_head(head: TaskHead, words: tuple[int, ...], spec: EncoderSpec) -> TaskHead:
+    """A causal language model's head as a reranker's: what is behind a sequence speaks for it or against it.
+
+    Args:
+        head: of the language model.
+        words: the ids of one or two tokens; the score is the last token's logit of the first, less that of the second.
+        spec: the base model.
+    """
+
+    def steps(config: ConfigReader, spec: EncoderSpec, labels: int) -> tuple[Step, ...]:
+        logits, *after = head.steps(config, spec, labels)
+        tied, width = isinstance(logits, VocabularyStep), spec.state_width
+        made: list[Step] = [
+            PoolingStep(modes=("lasttoken",)),
+            WordsStep(name="out", on="vectors", inputs=width, words=words, tied=tied),
+        ]
+        for step in after:
+            assert isinstance(step, DivideStep | SoftcapStep), f"what {step} does depends on the other words"
+            made.append(replace(step, on="vectors"))
+        return (*made, *([DifferenceStep(on="vectors")] if len(words) == 2 else []))
+
+    def rules(config: ConfigReader) -> tuple[Rule, ...]:
+        rows = Rows(chosen=words, count=spec.embedding.vocab_size)
+        kept = f"only rows {', '.join(map(str, words))}"
+        return tuple(rule if rule.copy else replace(rule, rows=rows, why=kept) for rule in head.rules(config))
+
+    return replace(head, steps=steps, rules=rules)
+
+
+def last_token_head(name: str, *, pad: int | None = None) -> TaskHead:
+    """A decoder as a sequence classifier: a dense layer without bias on the state of the last token.
+
+    As the last one counts the last whose id is not `pad_token_id`, also of a single text. What is behind it makes no
+    difference to a causal model's state.
+
+    Args:
+        name: the transformers class.
+        pad: the default of `pad_token_id`.
+    """
+
+    def steps(config: ConfigReader, spec: EncoderSpec, labels: int) -> tuple[Step, ...]:
+        stated = config.optional_integer("pad_token_id", minimum=-1)
+        ignored = stated if "pad_token_id" in config.raw else pad
+        if ignored is not None and not all(attention.causal for attention in spec.attentions):
+            raise UnsupportedError(
+                f"config.json: is_causal = False is not supported with a classifier of the last token that is not "
+                f"pad_token_id = {ignored}"
+            )
+        return (
+            PoolingStep(modes=("lasttoken",), pad=ignored),
+            DenseStep(name="out", on="vectors", inputs=spec.state_width, outputs=labels, bias=False),
+        )
+
+    return TaskHead(
+        classes=(name,),
+        tasks=SEQUENCE_TASKS,
+        steps=steps,
+        rules=_always(rename("head.steps.out.linear.weight", "score.weight", outside=True)),
+    )
 
 
 def lm_head(name: str, *, norm: str | tuple[str, ...] = "lm_head.layer_norm", bias: str = "lm_head.bias") -> TaskHead:

@@ -97,13 +97,16 @@ class Loaded(Generic[Out]):
         """A snapshot of the counters."""
         return RunnerStats(**self._counters())
 
-    def _entry_point(self, name: str, sizes: Sizes | None = None) -> Callable[..., Any]:
-        """The entry point as the mode has it; by default graphs have buckets of two or more tokens."""
+    def _entry_point(self, name: str, sizes: Sizes | None = None, label: str = "") -> Callable[..., Any]:
+        """The entry point as the mode has it; by default graphs have buckets of two or more tokens.
+
+        `label` tells those apart that are compiled from one method.
+        """
         if self.mode == "eager":
             return getattr(self._stack, name)
         sizes = sizes or (Sizes.MANY if self.mode == "graph" else Sizes.ANY)
-        self._compiled[name] = compile_entry_point(self._stack, name, sizes)
-        return self._compiled[name]
+        self._compiled[name + label] = compile_entry_point(self._stack, name, sizes)
+        return self._compiled[name + label]
 
     def _make_executor(
         self,
@@ -111,6 +114,7 @@ class Loaded(Generic[Out]):
         embeds: Callable[..., Out],
         ladder: Ladder,
         batches: tuple[type[Batch], type[Batch]],
+        embeds_ladder: Ladder | None = None,
     ) -> Executor[Out]:
         if self.mode != "graph":
             return Direct(ids, embeds, self.device)
@@ -118,6 +122,7 @@ class Loaded(Generic[Out]):
             ids,
             embeds,
             ladder=ladder,
+            embeds_ladder=embeds_ladder,
             width=self.limits.width,
             dtype=self.limits.dtype,
             device=self.device,

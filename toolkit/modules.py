@@ -13,7 +13,8 @@ from typing import Any
 from toolkit.checkpoint import Checkpoint
 from toolkit.errors import CheckpointError, UnsupportedError
 from toolkit.multivector import MaskOptions, read_mask
-from toolkit.spec import DenseStep, LayerMixSpec, LogStep, NormalizeStep, NormSpec, NormStep, Place, PoolingStep, Step
+from toolkit.spec import LayerMixSpec, NormSpec
+from toolkit.steps import DenseStep, LogStep, NormalizeStep, NormStep, Place, PoolingStep, Step
 
 __all__ = ["READERS", "Modules", "read_modules", "stored_name", "transformer_options"]
 
@@ -112,6 +113,7 @@ class Modules:
 _OUTPUTS: Mapping[str, tuple[str, str, str]] = {
     "embed": ("feature-extraction", "token_embeddings", "last_hidden_state"),
     "rerank": ("sequence-classification", "scores", "logits"),
+    "rerank by words": ("text-generation", "causal_logits", "logits"),
     "sparse": ("fill-mask", "token_embeddings", "logits"),
     "multi-vector": ("feature-extraction", "token_embeddings", "last_hidden_state"),
 }
@@ -151,8 +153,11 @@ def read_modules(checkpoint: Checkpoint, aliases: Mapping[str, str] = _NONE) -> 
     return kinds
 
 
-def transformer_options(checkpoint: Checkpoint, folder: str, task: str) -> dict[str, Any]:
-    """Options of the Transformer module; those that would change the numbers and are not served are refused."""
+def transformer_options(checkpoint: Checkpoint, folder: str, task: str, *, by_words: bool = False) -> dict[str, Any]:
+    """Options of the Transformer module; those that would change the numbers and are not served are refused.
+
+    `by_words` says that a LogitScore follows. What a reranker's options say of messages is for `toolkit.messages`.
+    """
     prefix = f"{folder}/" if folder else ""
     name = next((prefix + n for n in TRANSFORMER_CONFIGS if checkpoint.has(prefix + n)), None)
     options = checkpoint.json(name) if name is not None else {}
@@ -161,14 +166,17 @@ def transformer_options(checkpoint: Checkpoint, folder: str, task: str) -> dict[
         raise CheckpointError(f"{name}: max_seq_length = {limit!r}, expected a positive integer")
     if not isinstance(options.get("do_lower_case"), bool | None):
         raise CheckpointError(f"{name}: do_lower_case = {options['do_lower_case']!r}, expected true or false")
-    called, output_name, output = _OUTPUTS.get(task, _OUTPUTS["rerank"])
+    called, output_name, output = _OUTPUTS["rerank by words" if by_words else task if task in _OUTPUTS else "rerank"]
+    text = {"method": "forward", "method_output_name": output}
+    forms = ({}, {"format": "auto"}, {"format": "flat"}, {"format": "structured"}) if task == "rerank" else ()
     neutral = {
         "transformer_task": (called,),
         "module_output_name": (output_name,),
-        "modality_config": ({"text": {"method": "forward", "method_output_name": output}},),
+        "modality_config": ({"text": text}, *({"text": text, "message": text | form} for form in forms)),
         "unpad_inputs": (None, False, True),
     }
-    served = ("max_seq_length", "do_lower_case", "cache_dir", *(SIDES if task == "multi-vector" else ()))
+    more = {"multi-vector": SIDES, "rerank": ("processing_kwargs",)}.get(task, ())
+    served = ("max_seq_length", "do_lower_case", "cache_dir", *more)
     for key, value in options.items():
         if key in served or value in (None, {}):
             continue
@@ -317,6 +325,10 @@ def _read_weighted_layers(modules: Modules, folder: str) -> None:
     modules.folders["mix."] = folder
 
 
+def _read_logit_score(modules: Modules, folder: str) -> None:
+    """What it does is the head's; see `toolkit.logit_score`."""
+
+
 def _read_dropout(modules: Modules, folder: str) -> None:
     """Dropout does nothing at inference."""
     modules.config(folder, "dropout")
@@ -331,4 +343,5 @@ READERS: Mapping[str, Callable[[Modules, str], None]] = {
     "SpladePooling": _read_splade,
     "WeightedLayerPooling": _read_weighted_layers,
     "MultiVectorMask": _read_mask,
+    "LogitScore": _read_logit_score,
 }

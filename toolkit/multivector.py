@@ -170,13 +170,13 @@ class SideEncoder(TextEncoder):
         super().__init__(file, replace(spec, limit=side.limit), limits)
         self._side = side
 
-    def encode(self, texts: Mapping[int, str | Pair]) -> dict[int, Row]:
+    def encode(self, texts: Mapping[int, str | Pair], prompt: str = "") -> dict[int, Row]:
         """As a TextEncoder's.
 
         Raises:
             InputError: also if a text gives no token that its expansion could attend to.
         """
-        rows = super().encode(texts)
+        rows = super().encode(texts, prompt)
         if self._side.expansion is not None and not self._side.expansion.attend:
             for number, row in rows.items():
                 if not len(row):

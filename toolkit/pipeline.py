@@ -6,12 +6,24 @@ from typing import Any
 
 from toolkit.checkpoint import Checkpoint
 from toolkit.errors import CheckpointError, InputError, UnsupportedError
+from toolkit.messages import Messages
 from toolkit.modules import READERS, Modules, read_modules, transformer_options
 from toolkit.multivector import MaskOptions, MultiVectorOptions, read_options
 from toolkit.pylate import ALIASES, PyLate, is_pylate, read_pylate
 from toolkit.scoring import count_labels
-from toolkit.spec import DenseStep, HeadSpec, LayerMixSpec, LogStep, NormalizeStep, PoolingStep, Step, VocabularyStep
+from toolkit.spec import LayerMixSpec
 from toolkit.stanford import is_stanford, names_stanford, read_stanford, stanford_rules
+from toolkit.steps import (
+    DenseStep,
+    DifferenceStep,
+    HeadSpec,
+    LogStep,
+    NormalizeStep,
+    PoolingStep,
+    Step,
+    VocabularyStep,
+    WordsStep,
+)
 from toolkit.weights import Rule
 
 __all__ = ["Pipeline", "ReadPipeline", "checkpoint_kind", "is_reranker", "read_pipeline"]
@@ -31,6 +43,8 @@ class Pipeline:
         normalize: whether vectors are scaled to length 1 after truncation, on top of what the checkpoint does; asked
             for at the conversion.
         truncate_dim: how many values of a vector are kept by default, None for all.
+        messages: how texts become messages for the tokenizer's chat template, None if they do not: then prompts are
+            messages as well.
     """
 
     max_seq_length: int | None
@@ -41,10 +55,17 @@ class Pipeline:
     similarity: str | None
     normalize: bool = False
     truncate_dim: int | None = None
+    messages: Messages | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dict, for JSON."""
         return asdict(self)
+
+    @classmethod
+    def from_dict(cls, data: dict[str, Any]) -> "Pipeline":
+        """Inverse of `to_dict`; missing or unknown keys raise TypeError or KeyError."""
+        messages = Messages(**data["messages"]) if data["messages"] is not None else None
+        return cls(**{**data, "messages": messages})
 
     def prompt(self, name: str | None, text: str | None) -> str:
         """Return the text to put in front: `text` if given (empty switches prompts off), else by `name`.
@@ -68,13 +89,15 @@ class Pipeline:
 class ReadPipeline:
     """A checkpoint's pipeline, the head that its modules make, and warnings.
 
-    `mix` is the mean of layers' states that they ask for; `folders` tells where parameters lie, by how their names
-    begin; `rules`, what becomes of tensors that stand beside the base model's.
+    `options` are the Transformer module's; `mix` is the mean of layers' states that the modules ask for; `folders`
+    tells where parameters lie, by how their names begin; `rules`, what becomes of tensors that stand beside the base
+    model's.
     For task `multi-vector`, `multi_vector` says how queries and documents differ, and `prefixes` what is in front of
     their prompts and is to be one token each.
     """
 
     pipeline: Pipeline
+    options: Mapping[str, Any]
     head: HeadSpec
     mix: LayerMixSpec | None
     folders: Mapping[str, str]
@@ -157,7 +180,7 @@ def read_pipeline(
     elif task == "generate":
         pass  # sentence-transformers' files speak of another use
     elif checkpoint.has("modules.json"):
-        options = _read_pooled(modules, task)
+        options = _read_pooled(modules, task, by_words=any(isinstance(step, WordsStep) for step in steps))
     elif task == "sparse":
         modules.add(PoolingStep(modes=("max",)))
         modules.add(LogStep(on="vectors", times=1))
@@ -189,6 +212,7 @@ def read_pipeline(
     )
     return ReadPipeline(
         pipeline=pipeline,
+        options=options,
         head=_whole_head(task, steps, modules),
         mix=modules.mix,
         folders=modules.folders,
@@ -217,17 +241,18 @@ def _prompts(config: Mapping[str, Any], task: str, pylate: PyLate) -> dict[str, 
     return {**named, **pylate.prompts(prompts)}
 
 
-def _read_pooled(modules: Modules, task: str) -> dict[str, Any]:
-    """Read the modules of all other tasks.
+def _read_pooled(modules: Modules, task: str, *, by_words: bool) -> dict[str, Any]:
+    """Read the modules of all other tasks; `by_words` says that the head compares a language model's words.
 
     Returns:
         The options of the Transformer module.
     """
     entries = read_modules(modules.checkpoint)
-    options = transformer_options(modules.checkpoint, entries[0][1], task)
+    options = transformer_options(modules.checkpoint, entries[0][1], task, by_words=by_words)
     allowed = {
-        "embed": [k for k in READERS if k not in ("SpladePooling", "MultiVectorMask")],
+        "embed": [k for k in READERS if k not in ("SpladePooling", "MultiVectorMask", "LogitScore")],
         "sparse": ["SpladePooling", "Normalize", "Dropout"],
+        "rerank": ["LogitScore"] if by_words else [],
     }.get(task, [])
     for kind, folder in entries[1:]:
         if kind not in allowed:
@@ -297,8 +322,9 @@ def _whole_head(task: str, steps: tuple[Step, ...], modules: Modules) -> HeadSpe
 
 
 def _head_of(steps: tuple[Step, ...]) -> HeadSpec:
-    """The head that a class's steps make: its last dense layer gives one logit for each label, or word."""
-    widths = {step.on: step.outputs for step in steps if isinstance(step, DenseStep | VocabularyStep)}
+    """The head that a class's steps make: its last layer gives one logit for each label or word, or one score."""
+    changing = (s for s in steps if isinstance(s, DenseStep | VocabularyStep | WordsStep | DifferenceStep))
+    widths = {step.on: step.outputs for step in changing}
     pooled = any(isinstance(step, PoolingStep) for step in steps)
     width = widths.get("vectors", widths.get("tokens", 0)) if pooled else 0
     return HeadSpec(steps=steps, width=width, token_width=0 if pooled else widths["tokens"])

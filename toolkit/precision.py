@@ -15,7 +15,8 @@ from toolkit.errors import UnsupportedError
 from toolkit.inputs import Row
 from toolkit.nn.head import build_head
 from toolkit.nn.model import build_encoder, fill
-from toolkit.spec import EncoderSpec, HeadSpec
+from toolkit.spec import EncoderSpec
+from toolkit.steps import HeadSpec
 
 __all__ = ["PROBE_TEXTS", "probe_float16"]
 
@@ -42,6 +43,7 @@ class _Peak(TorchDispatchMode):
         torch.ops.aten.mul,
         torch.ops.aten.embedding,
         torch.ops.toolkit.match_rows,
+        torch.ops.toolkit.grouped_linear,
     )
 
     def __init__(self, model: nn.Module) -> None:

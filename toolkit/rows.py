@@ -4,11 +4,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, TypeGuard
 
+import numpy as np
+
 from toolkit.errors import InputError
 from toolkit.inputs import Limits, MixedPrompt, PromptEmbeds, Row, RowInput, TokenIds, check_row
 from toolkit.tokenizer import Pair, TextEncoder, check_unicode
 
-__all__ = ["Input", "Pairs", "Rows", "group_rows", "listed", "read_rows"]
+__all__ = ["Input", "Pairs", "Rows", "group_rows", "listed", "read_rows", "without_padding"]
 
 Input = str | RowInput
 Pairs = Literal["no", "allowed", "only"]
@@ -75,8 +77,8 @@ def read_rows(
 
     Args:
         inputs: one input, or a sequence of them.
-        prompt: put in front of each text, and of the first text of each pair.
-        texts: the tokenizer.
+        prompt: goes with each text and each pair of texts, as `texts` has it.
+        texts: the tokenizer, and what is done to texts before it.
         limits: what the model takes.
         pairs: whether an item may be a pair of texts: "no", "allowed", or "only" (no single texts). A tuple of two
             texts in the place of a sequence of inputs is one pair where pairs are allowed.
@@ -92,9 +94,9 @@ def read_rows(
     given: dict[int, Row] = {}
     for number, item in enumerate(items):
         if isinstance(item, str) and pairs != "only":
-            found[number] = prompt + item
+            found[number] = item
         elif pairs != "no" and _is_pair(item):
-            found[number] = (prompt + item[0], item[1])
+            found[number] = (item[0], item[1])
         elif isinstance(item, TokenIds | PromptEmbeds | MixedPrompt):
             given[number] = check_row(item, limits, f"input {number}")
         else:
@@ -105,7 +107,7 @@ def read_rows(
             )
 
     def encode(chosen: Mapping[int, str | Pair]) -> dict[int, Row]:
-        rows = texts.encode(chosen)
+        rows = texts.encode(chosen, prompt)
         return {n: replace(row, skip=min(skip, len(row))) for n, row in rows.items()} if skip else rows
 
     return Rows(given, found, encode, empty)
@@ -113,6 +115,19 @@ def read_rows(
 
 def _characters(text: str | Pair) -> int:
     return len(text) if isinstance(text, str) else len(text[0]) + len(text[1])
+
+
+def without_padding(row: Row, pad: int) -> Row:
+    """The row without the tokens of this id at its end; one token is left, and rows with embeddings stay whole.
+
+    This is how transformers' classifiers of the last token look for it. Their models are causal, so that the token
+    does not know what came after it.
+    """
+    if row.embeds or not len(row) or row.ids[-1] != pad:
+        return row
+    others = np.flatnonzero(row.ids != pad)
+    end = int(others[-1]) + 1 if len(others) else 1
+    return replace(row, ids=row.ids[:end], segments=row.segments[:end])
 
 
 def group_rows(chunks: Iterable[dict[int, Row]], most: int) -> Iterator[dict[int, Row]]:

@@ -11,6 +11,7 @@ from toolkit.artifact import Artifact
 from toolkit.attention import choose_backend
 from toolkit.batch import EmbedsBatch, PackedBatch, pack, pack_embeds
 from toolkit.decoding.cache import CacheOptions
+from toolkit.decoding.chat import ChatTemplate
 from toolkit.decoding.runner import DecoderRunner
 from toolkit.devices import resolve_device, resolve_mode
 from toolkit.errors import InputError
@@ -18,11 +19,13 @@ from toolkit.executor import Executor, RunnerStats
 from toolkit.graphs import BucketLadder
 from toolkit.inputs import Row, RowInput, TokenIds, check_row
 from toolkit.loaded import Loaded
+from toolkit.messages import MessageEncoder
 from toolkit.multivector import KINDS, Kind, SideEncoder
 from toolkit.nn.head import Head, Output, build_head
 from toolkit.nn.model import build_encoder
-from toolkit.rows import Input, Pairs, Rows, group_rows, listed, read_rows
+from toolkit.rows import Input, Pairs, Rows, group_rows, listed, read_rows, without_padding
 from toolkit.scoring import Classification, Scoring, TokenClassification
+from toolkit.steps import PoolingStep
 from toolkit.tokenizer import Pair, TextEncoder
 
 __all__ = ["Input", "Runner", "RunnerStats", "load"]
@@ -53,6 +56,11 @@ class Runner(Loaded[Output]):
         self.head.use_float32_for_vectors()
         files = (artifact.folder / "tokenizer.json", manifest.tokenizer, self.limits)
         self._texts: dict[str, TextEncoder] = {"": TextEncoder(*files)}
+        if manifest.pipeline.messages is not None:
+            render = ChatTemplate(artifact.folder).render
+            self._texts = {"": MessageEncoder(*files, manifest.pipeline.messages, render)}
+        pads = (step.pad for step in manifest.head.steps if isinstance(step, PoolingStep))
+        self._pad = next(pads, None)
         if manifest.multi_vector is not None:
             self._texts |= {kind: SideEncoder(*files, manifest.multi_vector.side(kind)) for kind in KINDS}
         default = _CUDA_BATCH_TOKENS if device.type == "cuda" else _CPU_BATCH_TOKENS
@@ -138,12 +146,18 @@ class Runner(Loaded[Output]):
         width = self.artifact.manifest.head.width
         result = torch.empty(len(rows), width, device=self.device)
         order: list[int] = []
-        for members, batch in self._batches(rows.chunks()):
+        for members, batch in self._batches(map(self._pooled, rows.chunks())):
             result[len(order) : len(order) + len(members)] = self._executor.part(batch, "vectors")
             order += members
         unsorted = torch.zeros(len(rows), width, device=self.device)
         unsorted[torch.tensor(order, dtype=torch.long).to(self.device)] = result[: len(order)]
         return unsorted.cpu()
+
+    def _pooled(self, rows: dict[int, Row]) -> dict[int, Row]:
+        """What pooling takes in of rows: tokens at their end that count as padding are left out."""
+        if self._pad is None:
+            return rows
+        return {number: without_padding(row, self._pad) for number, row in rows.items()}
 
     def token_states(
         self, inputs: Input | Sequence[Input], prompt_name: str | None = None, prompt: str | None = None
@@ -178,7 +192,8 @@ class Runner(Loaded[Output]):
         Args:
             pairs: pairs of texts; or a pair as token ids or embeddings of one sequence, segments included.
             activation: apply the checkpoint's activation (in float32); False gives the raw logits.
-            prompt_name, prompt: as in `embed`; a prompt is put in front of the first text of each pair.
+            prompt_name, prompt: as in `embed`; a prompt is put in front of the first text of each pair, or is a
+                message of its own where a chat template makes one text of a pair.
 
         Returns:
             float32 [pairs] on the CPU; [pairs, labels] for a checkpoint with several labels.

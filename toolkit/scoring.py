@@ -141,18 +141,23 @@ def _labels(config: Mapping[str, Any]) -> list[str]:
     return [named[str(k)] for k in range(len(named))]
 
 
-def read_scoring(checkpoint: Checkpoint, task: str) -> Scoring:
-    """Read labels and activation; `task` is what the checkpoint is converted for.
+def read_scoring(checkpoint: Checkpoint, task: str, *, by_words: bool = False) -> Scoring:
+    """Read labels and activation.
 
     The activation is, in this order: that of config_sentence_transformers.json, that of config.json (in its new and
     old place), sigmoid for one label, none for several. This is sentence-transformers' order.
+
+    Args:
+        checkpoint: where the files are.
+        task: what it is converted for.
+        by_words: whether a language model scores by its logits of some words: one label, whatever config.json says.
 
     Raises:
         CheckpointError: a field is malformed.
         UnsupportedError: the activation is another one; or a regression is to be a classifier.
     """
     config = checkpoint.config
-    labels = _labels(config)
+    labels = ["LABEL_0"] if by_words else _labels(config)
     where, stated = _stated_activation(checkpoint)
     if stated is not None and (not isinstance(stated, str) or stated not in _ACTIVATIONS):
         raise UnsupportedError(

@@ -17,31 +17,23 @@ __all__ = [
     "BlockSpec",
     "BucketBiasSpec",
     "DisentangledSpec",
-    "DenseStep",
     "DistanceSpec",
-    "DivideStep",
     "EmbeddingSpec",
     "EncoderSpec",
-    "HeadSpec",
+    "ExpertsSpec",
+    "Gate",
     "Llama3Scaling",
     "LayerMixSpec",
-    "LogStep",
     "MlpSpec",
     "NormSpec",
-    "NormStep",
-    "NormalizeStep",
-    "Place",
-    "PoolingStep",
     "RopeSpec",
-    "SoftcapStep",
-    "Step",
-    "VocabularyStep",
     "YarnScaling",
     "self_attention",
     "stack",
 ]
 
 Activation = Literal["gelu", "gelu_tanh", "identity", "relu", "sigmoid", "silu", "tanh"]
+Gate = Literal["none", "first", "second"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,8 +211,21 @@ def self_attention(heads: int, head_dim: int, *, bias: bool, rope: RopeSpec | No
 
 
 @dataclass(frozen=True, kw_only=True)
+class ExpertsSpec:
+    """A mixture of experts (Shazeer et al., 2017): `count` blocks of one shape, of which each token goes through a few.
+
+    A router gives each token a probability for every expert. The `chosen` likeliest experts' outputs are summed,
+    weighted with these probabilities, which are divided by their sum first if `normalise`.
+    """
+
+    count: int
+    chosen: int
+    normalise: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class MlpSpec:
-    """Two linear layers with an activation between them.
+    """Two linear layers with an activation between them, once or, with `experts`, for each of them.
 
     With a `gate` the first one is twice as wide; one of its halves goes through the activation and multiplies the
     other.
@@ -230,7 +235,8 @@ class MlpSpec:
     activation: Activation
     bias: bool
     out_bias: bool
-    gate: Literal["none", "first", "second"] = "none"
+    gate: Gate = "none"
+    experts: ExpertsSpec | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -291,107 +297,6 @@ class EncoderSpec(Stored):
     def attentions(self) -> list[AttentionSpec]:
         """The attention of each block."""
         return [block.attention for block in self.blocks]
-
-
-Place = Literal["vectors", "tokens"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolingStep:
-    """One vector a sequence from its token states; several modes are concatenated in this order."""
-
-    kind: Literal["pooling"] = "pooling"
-    modes: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True)
-class DenseStep:
-    """A linear layer on the vectors or on each token, with an activation; `residual` adds the input to the result.
-
-    Its weights are called `head.steps.NAME`; without a name, by the step's number.
-    """
-
-    kind: Literal["dense"] = "dense"
-    name: str = ""
-    on: Place
-    inputs: int
-    outputs: int
-    bias: bool
-    activation: Activation = "identity"
-    residual: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormStep:
-    """Normalisation with learned weights, called as a DenseStep's are."""
-
-    kind: Literal["norm"] = "norm"
-    name: str = ""
-    on: Place
-    width: int
-    norm: NormSpec
-
-
-@dataclass(frozen=True, kw_only=True)
-class VocabularyStep:
-    """Each token's logits over the vocabulary: products with the model's own token table, and perhaps a bias."""
-
-    kind: Literal["vocabulary"] = "vocabulary"
-    name: str = ""
-    on: Place
-    outputs: int
-    bias: bool
-
-
-@dataclass(frozen=True, kw_only=True)
-class LogStep:
-    """SPLADE's activation (Formal et al., 2021): log(1 + relu), `times` in a row."""
-
-    kind: Literal["log"] = "log"
-    on: Place
-    times: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class DivideStep:
-    """Division by a number: logits that the model's training scaled down."""
-
-    kind: Literal["divide"] = "divide"
-    on: Place
-    by: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class SoftcapStep:
-    """Bounded values: cap × tanh(x / cap)."""
-
-    kind: Literal["softcap"] = "softcap"
-    on: Place
-    cap: float
-
-
-@dataclass(frozen=True, kw_only=True)
-class NormalizeStep:
-    """Scale to length 1."""
-
-    kind: Literal["normalize"] = "normalize"
-    on: Place
-
-
-Step = PoolingStep | DenseStep | NormStep | VocabularyStep | LogStep | DivideStep | SoftcapStep | NormalizeStep
-
-
-@dataclass(frozen=True, kw_only=True)
-class HeadSpec(Stored):
-    """What becomes of the token states, step by step.
-
-    `width` is that of the vectors, 0 if there are none; `token_width` that of what each token ends as, 0 if tokens
-    keep their states.
-    """
-
-    steps: tuple[Step, ...]
-    width: int
-    token_width: int = 0
 
 
 def stack(count: int, block: BlockSpec) -> tuple[BlockSpec, ...]:

@@ -12,7 +12,7 @@ from typing import Any
 from toolkit.checkpoint import PICKLED, SAFETENSORS, Checkpoint
 from toolkit.errors import CheckpointError, UnsupportedError
 from toolkit.pylate import PyLate
-from toolkit.spec import DenseStep
+from toolkit.steps import DenseStep
 from toolkit.weights import Rule, drop, rename
 
 __all__ = ["Stanford", "is_stanford", "names_stanford", "read_stanford", "stanford_rules"]

@@ -180,10 +180,11 @@ class TextEncoder:
             self.tokenizer.enable_truncation(spec.limit, direction=spec.side)
         self._spec, self._limits = spec, limits
 
-    def encode(self, texts: Mapping[int, str | Pair]) -> dict[int, Row]:
+    def encode(self, texts: Mapping[int, str | Pair], prompt: str = "") -> dict[int, Row]:
         """Tokenize texts and pairs of texts, given by their number among the inputs.
 
-        A text may give an empty row if the tokenizer adds no special tokens.
+        The prompt is put in front of each text, and of the first text of each pair. A text may give an empty row if
+        the tokenizer adds no special tokens.
 
         Raises:
             InputError: naming the input: it is no valid Unicode, or the tokenizer yields an id, a segment or a
@@ -191,7 +192,8 @@ class TextEncoder:
         """
         for number, text in texts.items():
             check_unicode(f"input {number}", text)
-        encodings = self.tokenizer.encode_batch_fast(list(texts.values()))
+        given = [prompt + text if isinstance(text, str) else (prompt + text[0], text[1]) for text in texts.values()]
+        encodings = self.tokenizer.encode_batch_fast(given)
         return dict(zip(texts, self._rows(list(texts), encodings), strict=True))
 
     def places(self, texts: Mapping[int, str]) -> dict[int, list[Place]]:

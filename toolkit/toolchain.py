@@ -3,10 +3,11 @@
 import os
 import shutil
 import sys
+from typing import Any
 
 import torch
 
-__all__ = ["why_no_compiler"]
+__all__ = ["launch_early", "why_no_compiler"]
 
 
 def why_no_compiler(device: torch.device) -> str | None:
@@ -26,3 +27,12 @@ def why_no_compiler(device: torch.device) -> str | None:
     if shutil.which(compiler) is None:
         return f"no C++ compiler was found: inductor looks for {compiler} (apt-get install g++, or set CXX)"
     return None
+
+
+def launch_early(device: torch.device) -> dict[str, Any]:
+    """Options of a Triton launch: whether its kernel may start before the one in front of it has ended.
+
+    That is programmatic dependent launch, from compute capability 9.0 on; the kernel knows of it as EARLY.
+    """
+    early = torch.cuda.get_device_capability(device) >= (9, 0)
+    return {"EARLY": True, "launch_pdl": True} if early else {"EARLY": False}

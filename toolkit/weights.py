@@ -1,10 +1,12 @@
 """Weights move by rules, and the rules are data: rename, fuse, drop. Every stored tensor is accounted for.
 
 `{i}` and `{j}` in a pattern stand for numbers and `{p}` for `weight` or `bias`; `{*}` (for tensors that are left out
-or refused) for any rest of a name. One shared loop applies the rules: each source tensor matches exactly one, each
+or refused) for any rest of a name. `{e}` in the sources of a fuse runs over 0, 1, 2 …: there are as many tensors as the
+parameter has parts, number by number. One shared loop applies the rules: each source tensor matches exactly one, each
 parameter of the module is filled exactly once, and the audit of both goes into the artifact.
 """
 
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
@@ -16,19 +18,51 @@ import torch
 from toolkit.checkpoint import TensorSet
 from toolkit.errors import CheckpointError, UnsupportedError
 
-__all__ = ["AuditEntry", "LoadedWeights", "Rule", "copy", "drop", "either", "fuse", "load_weights", "refuse", "rename"]
+__all__ = [
+    "AuditEntry",
+    "LoadedWeights",
+    "Rows",
+    "Rule",
+    "copy",
+    "drop",
+    "either",
+    "fuse",
+    "load_weights",
+    "refuse",
+    "rename",
+]
 
 PartShapes = tuple[tuple[int, ...], ...]
 
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 WRAPPERS = ("module.", "_orig_mod.")  # DistributedDataParallel, torch.compile
 
-# How a tensor may be stored: as the module has it, with rows and columns exchanged, or with the parts of a fused one
-# (queries, keys, values) head by head instead of one after the other. What is said of each in the audit.
-Layout = Literal["plain", "transposed", "by_head"]
-_LAYOUTS: Mapping[Layout, str] = {"plain": "", "transposed": "stored transposed", "by_head": "stored head by head"}
+# How a tensor may be stored: as the module has it, with rows and columns exchanged, with the parts of a fused one
+# (queries, keys, values) head by head instead of one after the other, or with a dimension of its own for the groups of
+# rows (experts). What is said of each in the audit.
+Layout = Literal["plain", "transposed", "by_head", "stacked"]
+_LAYOUTS: Mapping[Layout, str] = {
+    "plain": "",
+    "transposed": "stored transposed",
+    "by_head": "stored head by head",
+    "stacked": "stored with a dimension for the groups of rows",
+}
 
-_HOLES = {"{i}": r"(?P<i>\d+)", "{j}": r"(?P<j>\d+)", "{p}": r"(?P<p>weight|bias)", "{*}": r".+"}
+_HOLES = {
+    "{i}": r"(?P<i>\d+)",
+    "{j}": r"(?P<j>\d+)",
+    "{e}": r"(?P<e>0|[1-9]\d*)",
+    "{p}": r"(?P<p>weight|bias)",
+    "{*}": r".+",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Which rows of a stored tensor are taken, in this order, and how many it has."""
+
+    chosen: tuple[int, ...]
+    count: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +72,8 @@ class Rule:
     `outside` marks tensors beside the base model (heads): their names never carry the base model's prefix.
     `copy` marks a further name of a parameter that may be stored under both, with equal values. `unused` says why a
     tensor is left out where the module has no such parameter; without a reason that is an error. `refused` stops a
-    conversion for the reason `why`. `layout` is how the sources are stored.
+    conversion for the reason `why`. `layout` is how the sources are stored; `rows` of a plain one are taken, None for
+    all.
     """
 
     target: str | None
@@ -49,18 +84,30 @@ class Rule:
     unused: str = ""
     refused: bool = False
     layout: Layout = "plain"
+    rows: Rows | None = None
 
     def match(self, name: str) -> tuple[int, dict[str, str]] | None:
-        """Return which source of this rule `name` is, and what the holes stand for."""
-        for part, source in enumerate(self.sources):
+        """Return which part of the parameter `name` is, and what the holes stand for."""
+        for place, source in enumerate(self.sources):
             found = _pattern(source).fullmatch(name)
             if found is not None:
-                return part, found.groupdict()
+                return int(found.groupdict().get("e", 0)) * len(self.sources) + place, found.groupdict()
         return None
 
+    @property
+    def runs(self) -> bool:
+        """Whether there are as many tensors as the parameter has parts."""
+        return any("{e}" in source for source in self.sources)
 
+    def names(self, parts: int, holes: Mapping[str, str]) -> list[str]:
+        """The stored names of all tensors of a parameter of so many parts."""
+        numbers = range(-(-parts // len(self.sources)) if self.runs else 1)
+        return [_fill(source, {**holes, "e": str(number)}) for number in numbers for source in self.sources]
+
+
+@functools.cache
 def _pattern(source: str) -> re.Pattern[str]:
-    pieces = re.split(r"(\{[ijp*]\})", source)
+    pieces = re.split(r"(\{[ijep*]\})", source)
     return re.compile("".join(_HOLES.get(piece) or re.escape(piece) for piece in pieces))
 
 
@@ -71,7 +118,7 @@ def rename(target: str, source: str, *, unused: str = "", outside: bool = False,
 
 
 def fuse(target: str, *sources: str) -> Rule:
-    """Several stored tensors become one parameter, concatenated along dim 0 in this order."""
+    """Several stored tensors become one parameter, concatenated along dim 0 in this order, for each `{e}` in turn."""
     return Rule(target=target, sources=sources, why="")
 
 
@@ -150,7 +197,7 @@ def load_weights(
         expected: every parameter of the module and the shapes of its parts, in order (one part if it is not
             fused); all of them must be filled.
         dtype: the dtype that floating point tensors are cast to.
-        groups: the parameters that may be stored head by head, and how many heads of keys and values they have.
+        groups: the parameters that may be stored head by head or stacked, and how many groups of rows they have.
 
     Raises:
         CheckpointError: a tensor is missing, extra, misshapen, ambiguous, or does not fit `dtype`.
@@ -202,6 +249,11 @@ def _place_all(
     for item in placed:
         if item.target is not None and item.target not in expected:
             raise CheckpointError(f"unexpected tensor: {item.stored!r}; config.json describes no {item.target!r}")
+        if item.target is not None and item.rule.runs and item.part >= len(expected[item.target]):
+            parts = len(expected[item.target])
+            raise CheckpointError(
+                f"unexpected tensor: {item.stored!r}; config.json describes {item.target!r} in {parts} parts"
+            )
     return placed
 
 
@@ -274,7 +326,7 @@ def _missing(placed: list[_Placed], rules: tuple[Rule, ...], expected: Mapping[s
         for rule in rules:
             found = _pattern(rule.target).fullmatch(target) if rule.target else None
             if found is not None:
-                sources = [_fill(source, found.groupdict()) for source in rule.sources]
+                sources = rule.names(len(expected[target]), found.groupdict())
                 gap = [s for part, s in enumerate(sources) if (target, rule, part) not in have]
                 missing.append((rule not in used, gap))
         assert missing, f"no rule of the recipe fills the parameter {target!r}"
@@ -287,21 +339,31 @@ def _assemble(
 ) -> torch.Tensor:
     """Read, check, concatenate and cast the tensors of one parameter, and bring them from their layout to ours."""
     stored = [tensors.info[parts[k].stored] for k in sorted(parts)]
-    layout, rows = next(iter(parts.values())).rule.layout, [shape[0] for shape in shapes]
+    rule, rows = next(iter(parts.values())).rule, [shape[0] for shape in shapes]
+    layout, taken = rule.layout, rule.rows
     if len(stored) == 1:  # fused already in the checkpoint
-        shapes = ((sum(shape[0] for shape in shapes), *shapes[0][1:]),)
+        leading: tuple[int, ...] = (sum(rows),)
+        if layout == "stacked":
+            assert groups is not None, f"{next(iter(parts.values())).target} has no groups to be stacked by"
+            leading = (groups, sum(rows) // groups)
+        shapes = ((*leading, *shapes[0][1:]),)
     if len(stored) != len(shapes):
         names = ", ".join(repr(info.name) for info in stored)
         raise CheckpointError(f"tensors {names} are {len(stored)} parts of what config.json describes in {len(shapes)}")
     for info, ours in zip(stored, shapes, strict=True):
         shape = ours[::-1] if layout == "transposed" else ours
+        shape = (taken.count, *shape[1:]) if taken is not None else shape
         if info.shape != shape:
             raise CheckpointError(f"tensor {info.name!r} has shape {info.shape}, config.json asks for {shape}")
         if info.dtype not in FLOATS:
             raise CheckpointError(f"tensor {info.name!r} has dtype {info.dtype}, expected plain floating point")
     pieces = [_cast(info.name, tensors.read(info.name), dtype) for info in stored]
+    if taken is not None:
+        pieces = [piece[list(taken.chosen)] for piece in pieces]
     if layout == "transposed":
         pieces = [piece.t() for piece in pieces]
+    if layout == "stacked":
+        pieces = [piece.flatten(0, 1) for piece in pieces]
     if layout == "by_head":
         assert groups is not None, f"{next(iter(parts.values())).target} has no heads to be stored by"
         pieces = _part_by_part(pieces[0], rows, groups)
@@ -325,7 +387,8 @@ def _cast(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 def _audit(tensors: TensorSet, item: _Placed) -> AuditEntry:
     info = tensors.info[item.stored]
-    action = "dropped" if item.target is None else "fused" if len(item.rule.sources) > 1 else "loaded"
+    several = len(item.rule.sources) > 1 or item.rule.runs
+    action = "dropped" if item.target is None else "fused" if several else "loaded"
     return AuditEntry(
         source=item.stored,
         shape=info.shape,

@@ -346,7 +346,7 @@ def test_greedy_tokens_are_the_likeliest(runner: DecoderRunner, model: Any) -> N
 
 
 def test_embeds_of_ids_are_ids(runner: DecoderRunner) -> None:
-    """J: the seam takes what `embed_tokens` gives; as a whole and within a prompt."""
+    """L1: the seam takes what `embed_tokens` gives; as a whole and within a prompt."""
     given = ids(11, 4)
     prompts: list[Input] = [
         TokenIds(given),
@@ -540,7 +540,7 @@ def test_a_request_that_is_cancelled_elsewhere_ends_its_stream(
     ids=lambda value: str(value)[:40],
 )
 def test_errors(runner: DecoderRunner, inputs: Input, settings: dict[str, Any], message: str) -> None:
-    """Before anything runs; nothing of the call is left, also not of its good inputs."""
+    """F4: before anything runs; nothing of the call is left, also not of its good inputs."""
     for call in (runner.generate, runner.stream):
         with pytest.raises(InputError) as error:
             call([PROMPTS[0], inputs], **{"max_new_tokens": 3, **settings})
@@ -549,6 +549,7 @@ def test_errors(runner: DecoderRunner, inputs: Input, settings: dict[str, Any], 
 
 
 def test_a_prompt_without_tokens(folders: tuple[Path, Path]) -> None:
+    """F4."""
     runner = load(folders[0])
     runner._texts.tokenizer.post_processor = None  # type: ignore[assignment]
     with pytest.raises(InputError, match="no tokens"):
@@ -681,6 +682,7 @@ def test_texts_and_chats(runner: DecoderRunner) -> None:
 
 
 def test_one_input_or_many(runner: DecoderRunner) -> None:
+    """F4: also none."""
     assert runner.generate([], 3) == []
     assert list(runner.stream([], 3)) == []
     one = runner.generate(PROMPTS[2], 3)

@@ -3,6 +3,7 @@
 import random
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.tiny import embedding_recipes, make_checkpoint
 from toolkit import MixedPrompt, PromptEmbeds, TokenIds
 from toolkit.attention import BACKENDS
 from toolkit.devices import resolve_mode
+from toolkit.graphs import _CudaReplay
 from toolkit.inputs import Row, check_row
 from toolkit.nn.head import Pooling
 from toolkit.parity import verify_folder
@@ -251,3 +253,19 @@ def test_verify_catches_a_changed_weight(bert_checkpoint: Path, tmp_path: Path) 
     weights["blocks.1.mlp.down.bias"][3] += 1.0
     save_file(weights, file, {"format": "pt"})
     assert not verify_folder(tmp_path / "out", bert_checkpoint, device="cuda", modes=["graph"]).passed
+
+
+def test_replays_do_not_need_the_workspace_of_the_stream() -> None:
+    """K4: someone else releases cuBLAS's workspaces, and their memory goes to other tensors."""
+    torch.manual_seed(0)
+    x, w = torch.randn(8, 16384, device="cuda").half() / 128, torch.randn(16384, 64, device="cuda").half()
+    with torch.inference_mode():
+        replay = _CudaReplay(
+            lambda a, b: a @ b, SimpleNamespace(tensors=lambda: (x, w)), torch.cuda.graph_pool_handle()
+        )  # type: ignore[arg-type]
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    others = [torch.full((2**22,), 7.0, device="cuda") for _ in range(64)]
+    found = replay.replay().clone()
+    assert torch.allclose(found.double(), x.double() @ w.double(), atol=1e-2)
+    assert all(bool((other == 7).all()) for other in others)

@@ -9,7 +9,17 @@ import torch
 from toolkit.nn.head import Head, build_head
 from toolkit.nn.model import fill
 from toolkit.nn.pooling import POOLINGS, select
-from toolkit.spec import DenseStep, HeadSpec, NormalizeStep, NormSpec, NormStep, PoolingStep, Step
+from toolkit.spec import NormSpec
+from toolkit.steps import (
+    DenseStep,
+    DifferenceStep,
+    HeadSpec,
+    NormalizeStep,
+    NormStep,
+    PoolingStep,
+    Step,
+    WordsStep,
+)
 
 CPU = torch.device("cpu")
 OFFSETS = torch.tensor([0, 3, 3, 4, 3990, 3990], dtype=torch.int32)
@@ -142,3 +152,23 @@ def test_vectors_are_scaled_once() -> None:
     scale = NormalizeStep(on="vectors")
     kinds = [type(step).__name__ for step in head_of(PoolingStep(modes=("mean",)), scale, dense, scale).steps.values()]
     assert kinds == ["Pooling", "Identity", "Dense", "Normalize"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tied", [True, False])
+def test_logits_of_two_words(tied: bool, dtype: torch.dtype) -> None:
+    """G5, M1: rows of the token table or of a weight of their own; in float32, the second from the first."""
+    step = WordsStep(name="out", on="vectors", inputs=8, words=(4, 1), tied=tied)
+    head = head_of(PoolingStep(modes=("lasttoken",)), step, DifferenceStep(on="vectors"), width=1)
+    assert [name for name, _ in head.named_parameters()] == ([] if tied else ["steps.out.linear.weight"])
+    table = torch.randn(6, 8, generator=torch.Generator().manual_seed(3)).to(dtype)
+    rows = table[[4, 1]].float() if tied else dict(head.named_parameters())["steps.out.linear.weight"]
+    head.to(dtype)
+    head.tie(table)
+    head.use_float32_for_vectors()
+    states = torch.randn(5, 8, generator=torch.Generator().manual_seed(0)).to(dtype)
+    offsets = torch.tensor([0, 3, 5], dtype=torch.int32)
+    found = head(states, offsets, torch.zeros(2, dtype=torch.int32)).vectors
+    assert found.dtype == torch.float32
+    logits = states[[2, 4]].double() @ rows.to(dtype).double().T
+    assert torch.allclose(found[:, 0].double(), logits[:, 0] - logits[:, 1], atol=1e-5)

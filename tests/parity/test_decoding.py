@@ -34,6 +34,7 @@ def test_every_decoder_passes(recipe: Recipe, tied: bool, tmp_path: Path) -> Non
 
 
 def test_compiled_and_replayed_pass_too(tmp_path: Path) -> None:
+    """J1, J2: what ran off the graphs, and what was compiled anew, would be counted."""
     checkpoint = make_decoder(tmp_path / "checkpoint", find_recipe("qwen3").recipe)
     report = toolkit.convert(str(checkpoint), tmp_path / "out", device="cpu").parity
     assert report.passed, report.summary()

@@ -36,7 +36,8 @@ def read(recipe: Recipe, **config: Any) -> EncoderSpec:
 def make_reference(recipe: Recipe, name: str | None = None, **config: Any) -> Any:
     """The heated reference in float64; `name` is another transformers class around the same base model."""
     torch.manual_seed(0)
-    full = AutoConfig.for_model(**{**recipe.tiny, **config, "attn_implementation": "eager"})
+    plain = {"attn_implementation": "eager", "experts_implementation": "eager"}
+    full = AutoConfig.for_model(**{**recipe.tiny, **config, **plain})
     maker: Any = getattr(transformers, name) if name else None
     model = maker(full) if maker is not None else build_model(recipe, full)
     heat(model)

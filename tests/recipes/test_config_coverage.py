@@ -46,6 +46,7 @@ FIELDS: dict[str, list[Any]] = {
     "global_attn_every_n_layers": [1, 2],
     "sliding_window_pattern": [1, 2],
     "embedding_size": [24, 40],
+    "mlp_only_layers": [[1], [0, 3, 9], [], None],
 }
 
 

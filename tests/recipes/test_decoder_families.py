@@ -14,7 +14,8 @@ from toolkit.errors import CheckpointError, ToolkitError, UnsupportedError
 from toolkit.nn.head import build_head
 from toolkit.recipe import Recipe
 from toolkit.registry import find_recipe
-from toolkit.spec import DivideStep, EncoderSpec, HeadSpec
+from toolkit.spec import EncoderSpec
+from toolkit.steps import DivideStep, HeadSpec
 
 WINDOWS = ["sliding_attention", "full_attention", "full_attention", "sliding_attention"]
 

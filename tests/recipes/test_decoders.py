@@ -160,12 +160,13 @@ def test_the_magnitude_of_yarn(fields: dict[str, Any], magnitude: float) -> None
     ],
 )
 def test_rotary_positions_that_are_refused(rope: dict[str, Any], error: type[Exception], message: str) -> None:
+    """C1, C3: keys that nobody knows, and values for which the formulas are not made."""
     with pytest.raises(error, match=message):
         read(LLAMA, rope_scaling=rope)
 
 
 def test_scaling_is_stored_in_the_artifact(tmp_path: Path) -> None:
-    """The effective configuration comes back as it was."""
+    """C4: the effective configuration comes back as it was."""
     recipe = changed(LLAMA, rope_scaling=LLAMA3)
     source = checkpoint(tmp_path / "m", recipe)
     report = toolkit.convert(str(source), tmp_path / "out", task="embed", verify=False)
@@ -179,7 +180,7 @@ def test_scaling_is_stored_in_the_artifact(tmp_path: Path) -> None:
     "recipe", [r for r in DECODERS if "embed" in r.all_tasks], ids=lambda recipe: recipe.model_type
 )
 def test_a_language_model_as_an_embedding_model(recipe: Recipe, tmp_path: Path) -> None:
-    """Qwen3-Embedding's form: a causal language model's class and tensors, the last token pooled."""
+    """D2: Qwen3-Embedding's form: a causal language model's class and tensors, the last token pooled."""
     folder = make_checkpoint(tmp_path / "m", recipe, pooling="lasttoken", tokenizer=make_tokenizer(segments=False))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**recipe.tiny))
@@ -205,7 +206,7 @@ def test_a_language_model_without_a_pipeline_generates(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_language_model_pools_its_last_token(causal: bool, tmp_path: Path) -> None:
-    """Where nothing is said, as the library does; a bidirectional one takes the mean."""
+    """D4: where nothing is said, as the library does; a bidirectional one takes the mean."""
     recipe = changed(QWEN3, sliding_window=None, use_sliding_window=False, is_causal=causal)
     folder = make_checkpoint(tmp_path / "m", recipe, pooling=None, tokenizer=make_tokenizer(segments=False))
     edit_json(folder / "config.json", architectures=["Qwen3ForCausalLM"])
@@ -244,5 +245,5 @@ def test_defaults_are_those_of_transformers(recipe: Recipe) -> None:
     said, nothing = AutoConfig.for_model(recipe.model_type).to_dict(), {"model_type": recipe.model_type}
     assert recipe.read_config(nothing)[0] == recipe.read_config(said)[0]
     spec = recipe.read_config(nothing)[0]
-    (head,) = recipe.heads
-    assert head.steps(ConfigReader(nothing), spec, 0) == head.steps(ConfigReader(said), spec, 0)
+    for head in recipe.heads:
+        assert head.steps(ConfigReader(nothing), spec, 1) == head.steps(ConfigReader(said), spec, 1)

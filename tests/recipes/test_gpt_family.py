@@ -12,7 +12,7 @@ import toolkit
 from tests.recipes.compare import rewrite
 from tests.recipes.loading import check_each_tensor_is_needed, check_stored_forms, matches, read
 from tests.tiny import add_layer_mix, make_checkpoint, make_decoder, make_tokenizer
-from toolkit.errors import CheckpointError, UnsupportedError
+from toolkit.errors import CheckpointError, InputError, UnsupportedError
 from toolkit.parity import verify_folder
 from toolkit.recipe import Recipe
 from toolkit.registry import find_recipe
@@ -37,7 +37,7 @@ OTHERS: Mapping[str, Mapping[str, torch.Tensor]] = {
 
 @pytest.mark.parametrize("recipe", FAMILY, ids=lambda recipe: recipe.model_type)
 def test_every_stored_form(recipe: Recipe) -> None:
-    """Prefixes, wrappers and stale buffers change no bit; the buffers are dropped with a reason."""
+    """H1, H2, H3: prefixes, wrappers and stale buffers change no bit; the buffers are dropped with a reason."""
     check_stored_forms(recipe, prefix=recipe.prefixes[0], others=OTHERS[recipe.model_type])
     check_each_tensor_is_needed(recipe)
 
@@ -116,7 +116,7 @@ def test_each_layer_has_its_scale() -> None:
 
 
 def test_segments_are_refused(tmp_path: Path) -> None:
-    """The reference would add the token table's rows for them."""
+    """G1: the reference would add the token table's rows for them."""
     folder = make_checkpoint(tmp_path / "m", GPT2, tokenizer=make_tokenizer(segments=True))
     with pytest.raises(UnsupportedError, match=r"tokenizer_config\.json: model_input_names has token_type_ids"):
         toolkit.convert(str(folder), tmp_path / "out")
@@ -194,7 +194,7 @@ def test_rotary_positions_that_are_refused(changes: dict[str, Any], message: str
 
 
 def test_states_are_as_wide_as_the_table(tmp_path: Path) -> None:
-    """The reference's last hidden state lies behind its output projection; the seam before the one into the layers."""
+    """I6: the last hidden state lies behind the output projection; the seam before the one into the layers."""
     folder = make_checkpoint(tmp_path / "m", OPT, pooling=None)
     manifest = toolkit.convert(str(folder), tmp_path / "out").manifest
     assert (manifest.spec.hidden, manifest.spec.state_width, manifest.seam_width) == (40, 24, 24)
@@ -202,6 +202,8 @@ def test_states_are_as_wide_as_the_table(tmp_path: Path) -> None:
     assert runner.embed(["the fox"]).shape == (1, 24)
     assert [tuple(states.shape) for states in runner.token_states([toolkit.TokenIds([3, 4]), ""])] == [(2, 24), (2, 24)]
     assert runner.embed_tokens([3, 4]).shape == (2, 24)
+    with pytest.raises(InputError, match=r"shape \(2, 40\), expected \[tokens, 24\]"):
+        runner.embed(toolkit.PromptEmbeds(torch.zeros(2, 40)))
 
 
 @pytest.mark.parametrize("make", [make_checkpoint, make_decoder])

@@ -23,7 +23,7 @@ from toolkit.nn.head import build_head
 from toolkit.nn.model import fill, part_shapes
 from toolkit.recipe import Recipe
 from toolkit.registry import all_recipes
-from toolkit.spec import DenseStep, HeadSpec
+from toolkit.steps import DenseStep, HeadSpec
 from toolkit.tensorfile import TensorInfo
 from toolkit.weights import load_weights
 

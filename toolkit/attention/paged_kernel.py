@@ -14,9 +14,16 @@ from torch import Tensor
 
 from toolkit.attention.triton_kernel import capped
 
-__all__ = ["attend_many", "attend_one", "store"]
+__all__ = [
+    "LOG2_E",
+    "attend_many",
+    "attend_one",
+    "load_block",
+    "splits_for",
+    "store",
+]
 
-_LOG2_E = 1.4426950408889634
+LOG2_E = 1.4426950408889634
 
 
 @triton.jit
@@ -53,6 +60,24 @@ def store(k_TKH: Tensor, v_TKH: Tensor, k_cache: Tensor, v_cache: Tensor, slots:
 
 
 @triton.jit
+def load_block(
+    cache,
+    table,
+    columns,
+    there,
+    row,
+    HEAD_DIM: tl.constexpr,
+    PAGE: tl.constexpr,
+    DIMS: tl.constexpr,
+):
+    """One head's keys or values of the tokens at `columns`, where they are `there`: [columns, DIMS]."""
+    dims = tl.arange(0, DIMS)
+    page = tl.load(table + columns // PAGE, mask=there, other=0).to(tl.int64)
+    slot = (page * PAGE + columns % PAGE) * row
+    return tl.load(cache + slot[:, None] + dims[None, :], mask=there[:, None] & (dims < HEAD_DIM)[None, :], other=0.0)
+
+
+@triton.jit
 def _online(
     queries,
     places,
@@ -74,15 +99,12 @@ def _online(
     DIMS: tl.constexpr,
 ):
     """Attend from queries at `places` in the sequence to its tokens `first` … `last` - 1; see FlashAttention."""
-    dims = tl.arange(0, DIMS)
-    inside = dims < HEAD_DIM
     for start in range(first, last, COLUMNS):
         columns = start + tl.arange(0, COLUMNS)
         there = columns < last
-        page = tl.load(table + columns // PAGE, mask=there, other=0).to(tl.int64)
-        slot = (page * PAGE + columns % PAGE) * row
-        keys = tl.load(k + slot[None, :] + dims[:, None], mask=there[None, :] & inside[:, None], other=0.0)
-        scores = capped(tl.dot(queries, keys, input_precision="ieee") * scale, CAP)
+        keys = load_block(k, table, columns, there, row, HEAD_DIM, PAGE, DIMS)
+        values = load_block(v, table, columns, there, row, HEAD_DIM, PAGE, DIMS)
+        scores = capped(tl.dot(queries, tl.trans(keys), input_precision="ieee") * scale, CAP)
         seen = there[None, :] & (columns[None, :] <= places[:, None])
         if REACH >= 0:
             seen = seen & (places[:, None] - columns[None, :] <= REACH)
@@ -92,7 +114,6 @@ def _online(
         weights = tl.exp2(scores - shift[:, None])
         keep = tl.exp2(highest - shift)
         total = total * keep + tl.sum(weights, axis=1)
-        values = tl.load(v + slot[:, None] + dims[None, :], mask=there[:, None] & inside[None, :], other=0.0)
         mixed = tl.dot(weights.to(values.dtype), values, mixed * keep[:, None], input_precision="ieee")
         highest = higher
     return highest, total, mixed
@@ -208,7 +229,7 @@ def attend_many(
         lanes,
         tables,
         cu_seqlens,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         q_TNH.stride(0),
         q_TNH.stride(1),
         tables.stride(0),
@@ -218,7 +239,7 @@ def attend_many(
         HEAD_DIM=size,
         KV_HEADS=kv_heads,
         REACH=reach,
-        CAP=softcap * _LOG2_E,  # of base-2 scores
+        CAP=softcap * LOG2_E,  # of base-2 scores
         PAGE=page,
         ROWS=rows,
         COLUMNS=columns,
@@ -322,6 +343,15 @@ def _combine_kernel(
     tl.store(out + row * HEAD_DIM + dims, mixed.to(out.dtype.element_ty), mask=inside)
 
 
+def splits_for(rows: int, device: torch.device) -> int:
+    """Into how many shares the keys of each row of heads are split: a power of two.
+
+    That makes about two programs for each of the device's processors.
+    """
+    wanted = 2 * torch.cuda.get_device_properties(device).multi_processor_count // rows
+    return min(64, 1 << max(wanted, 1).bit_length() - 1)
+
+
 def attend_one(
     q_TNH: Tensor,
     k_cache: Tensor,
@@ -341,9 +371,7 @@ def attend_one(
     out_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
     if tokens == 0 or sequences == 0:
         return out_TNH
-    # about two programs for each of the device's processors; a power of two, as the kernel that combines needs it
-    wanted = 2 * torch.cuda.get_device_properties(q_TNH.device).multi_processor_count // (sequences * kv_heads)
-    splits = min(64, 1 << max(wanted, 1).bit_length() - 1)
+    splits = splits_for(sequences * kv_heads, q_TNH.device)
     parts, weights = out_TNH, out_TNH
     if splits > 1:
         parts = torch.empty(tokens, heads, splits, size, dtype=torch.float32, device=q_TNH.device)
@@ -359,7 +387,7 @@ def attend_one(
         lanes,
         tables,
         cu_seqlens,
-        scale * _LOG2_E,
+        scale * LOG2_E,
         q_TNH.stride(0),
         q_TNH.stride(1),
         tables.stride(0),
@@ -367,7 +395,7 @@ def attend_one(
         HEAD_DIM=size,
         KV_HEADS=kv_heads,
         REACH=reach,
-        CAP=softcap * _LOG2_E,  # of base-2 scores
+        CAP=softcap * LOG2_E,  # of base-2 scores
         PAGE=page,
         SPLITS=splits,
         ROWS=max(16, triton.next_power_of_2(heads // kv_heads)),

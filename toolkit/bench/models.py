@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from toolkit.parity.references import quiet
+from toolkit.parity.loading import quiet
 
 __all__ = ["SUITES", "Shape", "write_checkpoint"]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from toolkit.artifact import Artifact
 from toolkit.parity.references import SentenceTransformersReference, TransformersReference
-from toolkit.spec import HeadSpec, NormalizeStep, PoolingStep
+from toolkit.steps import HeadSpec, NormalizeStep, PoolingStep
 
 __all__ = ["Encode", "Peers"]
 

@@ -24,7 +24,8 @@ from toolkit.bench.texts import lognormal_lengths, random_texts
 from toolkit.conversion import convert
 from toolkit.devices import resolve_device
 from toolkit.errors import InputError, UnsupportedError
-from toolkit.parity.references import CrossEncoderReference, SentenceTransformersReference, flash_attentions
+from toolkit.parity.loading import flash_attentions
+from toolkit.parity.references import CrossEncoderReference, SentenceTransformersReference
 from toolkit.runner import Runner, load
 from toolkit.versions import library_versions
 

@@ -113,7 +113,10 @@ class Engine:
         """
         self.check(row, params)
         self._arrivals += 1
-        self.scheduler.add(Request.of(self._arrivals, row, params))
+        request = Request.of(self._arrivals, row, params)
+        if self.scheduler.pool.caching:
+            request.identify()
+        self.scheduler.add(request)
         return self._arrivals
 
     def check(self, row: Row, params: SamplingParams) -> None:

@@ -1,8 +1,8 @@
 """Who owns which page of the key/value cache, and which pages hold what a new request begins with.
 
 A full page is known by a digest of everything that its keys and values follow from: the digest of the page before it,
-and what its tokens really are: ids, or the bytes of their embeddings together with the selector that says which tokens
-those are. Placeholder ids never count.
+and what its tokens really are: ids, or fingerprints of their embeddings together with the selector that says which
+tokens those are. Placeholder ids never count.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def page_digest(before: bytes, ids: np.ndarray, is_embed: np.ndarray | None, emb
         before: the digest of the page before it; empty for a sequence's first.
         ids: int32 [P]; those of tokens given as embeddings are zero.
         is_embed: bool [P], which tokens are given as embeddings; None for none.
-        embeds: their values.
+        embeds: the bytes of their fingerprints.
     """
     digest = hashlib.blake2b(before, digest_size=24, key=b"ids" if is_embed is None else b"embeds")
     digest.update(ids.tobytes())

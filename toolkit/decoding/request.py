@@ -2,11 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from toolkit.decoding.fingerprint import fingerprints
 from toolkit.decoding.kvcache import page_digest
 from toolkit.decoding.sampling import SamplingParams
 from toolkit.inputs import Row
@@ -101,25 +103,29 @@ class Request:
             start = len(self.digests) * page
             stop = start + page
             assert stop <= self.length
-            pieces = self.embeds_between(start, stop)
+            pieces = _between(self._fingerprints, start, stop)
             selector, values = None, b""
             if pieces:
                 selector = np.zeros(page, np.bool_)
                 for begin, piece in pieces:
                     selector[begin : begin + len(piece)] = True
-                values = b"".join(_bytes(piece) for _, piece in pieces)
+                values = b"".join(piece.tobytes() for _, piece in pieces)
             before = self.digests[-1] if self.digests else b""
             self.digests.append(page_digest(before, self.tokens[start:stop], selector, values))
         return self.digests[number]
 
     def embeds_between(self, start: int, stop: int) -> list[tuple[int, Tensor]]:
         """What of the prompt's embeddings falls into a range: (place from its start on, embeddings)."""
-        found: list[tuple[int, Tensor]] = []
-        for begin, values in self.row.embeds:
-            low, high = max(begin, start), min(begin + len(values), stop)
-            if low < high:
-                found.append((low - start, values[low - begin : high - begin]))
-        return found
+        return _between(self.row.embeds, start, stop)
+
+    def identify(self) -> None:
+        """Find out now what `digest` needs to know of the embeddings: the host waits for the device."""
+        assert len(self._fingerprints) == len(self.row.embeds)
+
+    @cached_property
+    def _fingerprints(self) -> list[tuple[int, np.ndarray]]:
+        """Each piece of embeddings, by its place in the sequence, as one row of numbers a token."""
+        return [(begin, fingerprints(values)) for begin, values in self.row.embeds]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,5 +172,14 @@ class Share:
         return self.count == self.request.pending
 
 
-def _bytes(values: Tensor) -> bytes:
-    return values.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+Rows = TypeVar("Rows", Tensor, np.ndarray)
+
+
+def _between(pieces: Sequence[tuple[int, Rows]], start: int, stop: int) -> list[tuple[int, Rows]]:
+    """What of the pieces, given by their place, falls into a range: (place from its start on, rows)."""
+    found: list[tuple[int, Rows]] = []
+    for begin, values in pieces:
+        low, high = max(begin, start), min(begin + len(values), stop)
+        if low < high:
+            found.append((low - start, values[low - begin : high - begin]))
+    return found

@@ -1,7 +1,7 @@
 """Run a converted decoder: inputs → requests → steps → tokens and text."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NoReturn
@@ -28,7 +28,7 @@ from toolkit.executor import RunnerStats
 from toolkit.inputs import Row, TokenIds, check_row
 from toolkit.loaded import Loaded
 from toolkit.nn.decoder import Decoder, StepOutput, build_decoder
-from toolkit.nn.gemv import can_serve_few_rows, serve_few_rows
+from toolkit.nn.gemv import MOST_ROWS, can_serve_few_rows, serve_few_rows
 from toolkit.rows import Input, read_rows
 from toolkit.tokenizer import TextEncoder
 
@@ -89,11 +89,17 @@ class DecoderRunner(Loaded[StepOutput]):
         self.model.attach_cache(pages, cache.page, tables.tensor)
         # On a CPU nothing is lost when the compiler knows nothing of sizes, and one token alone is one row's work.
         sizes, smallest = (Sizes.MANY, 2) if mode == "graph" and device.type == "cuda" else (Sizes.ANY, 1)
+        ladder = StepLadder(step_tokens=step_tokens, sequences=lanes, smallest=smallest)
+        few: dict[int, Entry] = {}
+        if mode == "graph" and can_serve_few_rows(device, artifact.dtype) and self.model.serve_few_rows():
+            few_sizes = [size for size in replace(ladder, smallest=1).decode if size <= MOST_ROWS]
+            few = {size: self._entry_point("forward_few_rows", Sizes.ONE, f", {size}") for size in few_sizes}
         self._executor = self._make_executor(
-            _step(self.model, self._entry_point("forward_ids", sizes)),
+            _step(self.model, self._entry_point("forward_ids", sizes), few),
             _step(self.model, self._entry_point("forward_embeds", sizes)),
-            StepLadder(step_tokens=step_tokens, sequences=lanes, smallest=smallest),
+            replace(ladder, smallest=1) if few else ladder,
             (StepBatch, EmbedsStep),
+            embeds_ladder=ladder,
         )
         self._cache, self._pages, self._tables, self.step_tokens = cache, pages, tables, step_tokens
         self.engine = self.make_engine()
@@ -335,11 +341,18 @@ def _params(max_new_tokens: int, temperature: float, settings: dict[str, Any]) -
     return SamplingParams(max_new_tokens=max_new_tokens, temperature=temperature, **settings)
 
 
-def _step(model: Decoder, entry: Callable[..., tuple[Tensor, Tensor]]) -> Callable[..., StepOutput]:
-    """The entry point, and each sequence's likeliest next token, which is noted as its lane's latest."""
+Entry = Callable[..., tuple[Tensor, Tensor]]
+
+
+def _step(model: Decoder, entry: Entry, few: Mapping[int, Entry] | None = None) -> Callable[..., StepOutput]:
+    """The entry point, and each sequence's likeliest next token, which is noted as its lane's latest.
+
+    `few` has what stands for `entry` in steps with one token a sequence, by the number of tokens.
+    """
 
     def run(*args: Tensor) -> StepOutput:
-        states_TD, logits_SV = entry(*args)
+        special = few.get(args[0].shape[0]) if few and int(args[-1].item()) <= 1 else None
+        states_TD, logits_SV = special(*args) if special is not None else entry(*args)
         best_S = logits_SV.argmax(dim=-1)
         lanes_S = args[StepBatch.ARGS.index("lanes")]
         model.latest.index_put_((lanes_S,), best_S.to(torch.int32))

@@ -7,16 +7,21 @@ N query heads; K key/value heads; H head size; B pages; P tokens of a page.
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from toolkit.attention.paged import PagedBackend
 from toolkit.compile import supports_torch_compile
 from toolkit.nn.attention import Attention, Pages, Places
+from toolkit.nn.few_rows import FewRowsBlock, can_fuse
 from toolkit.nn.head import Head, build_head
 from toolkit.nn.model import LayerStack
-from toolkit.spec import AttentionSpec, EncoderSpec, HeadSpec
+from toolkit.spec import AttentionSpec, EncoderSpec
+from toolkit.steps import HeadSpec
 
 __all__ = ["Decoder", "StepOutput", "build_decoder"]
+
+
+Ropes = tuple[tuple[Tensor, Tensor], ...]
 
 
 class StepOutput(NamedTuple):
@@ -65,7 +70,7 @@ class PagedAttention(Attention):
 
 
 @supports_torch_compile(
-    entry_points=("forward_ids", "forward_embeds"),
+    entry_points=("forward_ids", "forward_embeds", "forward_few_rows"),
     dynamic_first_dim=("ids", "positions", "slots", "cu_seqlens", "starts", "lanes", "embeds", "is_embed"),
 )
 class Decoder(LayerStack):
@@ -86,6 +91,7 @@ class Decoder(LayerStack):
     def __init__(self, spec: EncoderSpec, head: HeadSpec, backend: PagedBackend) -> None:
         super().__init__(spec, lambda attention, rope: PagedAttention(spec.hidden, attention, backend, rope))
         self.head: Head = build_head(head, torch.device("cpu"))
+        self.few_rows = nn.ModuleDict()
 
     def attach_cache(self, pages: int, page: int, tables: Tensor) -> None:
         """Allocate every layer's cache; `tables` is what `Pages.tables` will be, and is written by its owner."""
@@ -127,6 +133,30 @@ class Decoder(LayerStack):
         x_TD = self.embeddings.from_embeds(embeds, is_embed, self._known(ids), positions, ids)
         return self._layers(x_TD, positions, slots, cu_seqlens, starts, lanes, max_len)
 
+    def serve_few_rows(self) -> bool:
+        """Make `forward_few_rows` ready, if it can stand for `forward_ids`; say whether it can."""
+        if all(map(can_fuse, self.spec.blocks)):
+            self.few_rows.update({name: FewRowsBlock(block) for name, block in self.blocks.items()})  # type: ignore[arg-type]
+        return bool(self.few_rows)
+
+    def forward_few_rows(
+        self,
+        ids: Tensor,
+        positions: Tensor,
+        slots: Tensor,
+        cu_seqlens: Tensor,
+        starts: Tensor,
+        lanes: Tensor,
+        max_len: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """`forward_ids` for at most `toolkit.nn.gemv.MOST_ROWS` tokens, one a sequence; on CUDA, in 16 bits."""
+        x_TD = self.embeddings.from_ids(self._known(ids), positions, ids)
+        ropes: Ropes = tuple((rope.cos, rope.sin) for rope in self.ropes)  # type: ignore[misc]
+        places = self._places(ropes, slots, cu_seqlens, starts, lanes, max_len)
+        for name in self.spec.schedule:
+            x_TD = self.few_rows[name](x_TD, places, positions)
+        return self._finish(x_TD, cu_seqlens)
+
     def _known(self, ids: Tensor) -> Tensor:
         """An id below 0 stands for the latest token of lane -1 - id."""
         return torch.where(ids < 0, self.latest[(-1 - ids).clamp(min=0)], ids)
@@ -141,11 +171,20 @@ class Decoder(LayerStack):
         lanes: Tensor,
         max_len: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        none = x_TD.new_empty(0)
-        pages = Pages(slots=slots, starts=starts, lanes=lanes, tables=self.tables)
-        places = Places(cu_seqlens, max_len, self.turns(positions), distance=none, bucket_of=none, pages=pages)
+        places = self._places(self.turns(positions), slots, cu_seqlens, starts, lanes, max_len)
         for name in self.spec.schedule:
             x_TD = self.blocks[name](x_TD, places)
+        return self._finish(x_TD, cu_seqlens)
+
+    def _places(
+        self, ropes: Ropes, slots: Tensor, cu_seqlens: Tensor, starts: Tensor, lanes: Tensor, max_len: Tensor
+    ) -> Places:
+        none = cu_seqlens.new_empty(0)
+        pages = Pages(slots=slots, starts=starts, lanes=lanes, tables=self.tables)
+        return Places(cu_seqlens, max_len, ropes, distance=none, bucket_of=none, pages=pages)
+
+    def _finish(self, x_TD: Tensor, cu_seqlens: Tensor) -> tuple[Tensor, Tensor]:
+        """Token states, and the logits of each sequence's last one."""
         x_TD = self.finish(x_TD)
         last_S = (cu_seqlens[1:] - 1).clamp(min=0)
         return x_TD, self.head.per_token(x_TD[last_S])

@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from toolkit.nn.linear import apply_activation
 from toolkit.nn.norm import build_norm
 from toolkit.nn.pooling import POOLINGS, select
-from toolkit.spec import (
+from toolkit.steps import (
     DenseStep,
+    DifferenceStep,
     DivideStep,
     HeadSpec,
     LogStep,
@@ -24,6 +25,7 @@ from toolkit.spec import (
     PoolingStep,
     SoftcapStep,
     VocabularyStep,
+    WordsStep,
 )
 from toolkit.toolchain import why_no_compiler
 
@@ -75,6 +77,34 @@ class Vocabulary(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[…, width] → […, words]."""
         return F.linear(x, self.table, self.bias)
+
+
+class Words(nn.Module):
+    """Logits of some words, from their rows of the output layer; see `Head.tie` for those of the token table."""
+
+    rows: Tensor
+
+    def __init__(self, step: WordsStep) -> None:
+        super().__init__()
+        self.step = step
+        self.linear = None if step.tied else nn.Linear(step.inputs, step.outputs, bias=False)
+
+    def tie(self, table: Tensor) -> None:
+        """Take the words' rows from a table, [vocabulary, width]."""
+        rows = table[list(self.step.words)]
+        self.rows = rows.float() if self.step.on == "vectors" else rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, width] → […, words]."""
+        return F.linear(x, self.rows) if self.linear is None else self.linear(x)
+
+
+class Difference(nn.Module):
+    """The first of two values minus the second."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[…, 2] → […, 1]."""
+        return x[..., :1] - x[..., 1:]
 
 
 class LogActivation(nn.Module):
@@ -190,10 +220,12 @@ class Head(nn.Module):
         return states_TD
 
     def tie(self, table: Tensor) -> None:
-        """Give the model's token table to the step that multiplies with it, if there is one."""
+        """Give the model's token table to the step that multiplies with it or some of its rows, if there is one."""
         for module in self.steps.values():
             if isinstance(module, Vocabulary):
                 module.table = table.detach()
+            elif isinstance(module, Words) and module.step.tied:
+                module.tie(table.detach())
 
     def use_float32_for_vectors(self) -> None:
         """Bring the weights of the steps on vectors to float32."""
@@ -210,6 +242,10 @@ def _build_step(step: object) -> nn.Module:
             return build_norm(step.width, step.norm)
         case VocabularyStep():
             return Vocabulary(step.outputs, step.bias)
+        case WordsStep():
+            return Words(step)
+        case DifferenceStep():
+            return Difference()
         case LogStep():
             return LogActivation(step.times)
         case DivideStep():

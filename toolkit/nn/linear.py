@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from toolkit.spec import Activation
+from toolkit.spec import Activation, Gate
 
 __all__ = [
     "ActivatedLinear",
     "FusedLinear",
     "PackedLinear",
+    "activate",
     "apply_activation",
     "can_pack",
     "gelu_by_series",
@@ -41,6 +42,19 @@ def apply_activation(x: Tensor, activation: Activation) -> Tensor:
             return F.silu(x)
         case "tanh":
             return torch.tanh(x)
+
+
+def activate(x: Tensor, gate: Gate, activation: Activation) -> Tensor:
+    """Apply an activation, [T, M] → [T, M]; with a gate, [T, 2 M] → [T, M].
+
+    That is a gated linear unit (Shazeer, 2020): the half that `gate` names, activated, multiplies the other.
+    """
+    if gate == "none":
+        return apply_activation(x, activation)
+    first, second = x.chunk(2, dim=-1)
+    if gate == "first":
+        return apply_activation(first, activation) * second
+    return apply_activation(second, activation) * first
 
 
 def gelu_by_series(x: Tensor) -> Tensor:

@@ -5,8 +5,9 @@ Shape suffixes: T tokens, D hidden size, M inner width.
 
 from torch import Tensor, nn
 
-from toolkit.nn.linear import ActivatedLinear, FusedLinear, apply_activation
-from toolkit.spec import Activation, MlpSpec
+from toolkit.nn.experts import ExpertMlp
+from toolkit.nn.linear import ActivatedLinear, FusedLinear, activate
+from toolkit.spec import Activation, Gate, MlpSpec
 
 __all__ = ["GatedMlp", "Mlp", "build_mlp"]
 
@@ -25,22 +26,22 @@ class Mlp(nn.Module):
 
 
 class GatedMlp(nn.Module):
-    """A gated linear unit (Shazeer, 2020): one half of the first layer, activated, multiplies the other."""
+    """Linear, gated activation, linear."""
 
     def __init__(self, hidden: int, spec: MlpSpec) -> None:
         super().__init__()
         self.up = FusedLinear(hidden, (spec.width, spec.width), spec.bias)
         self.down = nn.Linear(spec.width, hidden, spec.out_bias)
         self.activation: Activation = spec.activation
-        self.gate = spec.gate
+        self.gate: Gate = spec.gate
 
     def forward(self, x_TD: Tensor) -> Tensor:
         """[T, D] → [T, D]."""
-        a_TM, b_TM = self.up(x_TD).chunk(2, dim=-1)
-        gate_TM, value_TM = (a_TM, b_TM) if self.gate == "first" else (b_TM, a_TM)
-        return self.down(apply_activation(gate_TM, self.activation) * value_TM)
+        return self.down(activate(self.up(x_TD), self.gate, self.activation))
 
 
-def build_mlp(hidden: int, spec: MlpSpec) -> Mlp | GatedMlp:
+def build_mlp(hidden: int, spec: MlpSpec) -> Mlp | GatedMlp | ExpertMlp:
     """Build the block that an MlpSpec describes."""
+    if spec.experts is not None:
+        return ExpertMlp(hidden, spec, spec.experts)
     return Mlp(hidden, spec) if spec.gate == "none" else GatedMlp(hidden, spec)

@@ -15,6 +15,7 @@ from toolkit.compile import supports_torch_compile
 from toolkit.nn.attention import Attention, Places, build_attention
 from toolkit.nn.distance import DistanceTable, build_distance
 from toolkit.nn.embeddings import Embeddings
+from toolkit.nn.grouped import GroupedLinear
 from toolkit.nn.linear import FusedLinear
 from toolkit.nn.mlp import build_mlp
 from toolkit.nn.norm import build_norm
@@ -279,16 +280,17 @@ def part_shapes(module: nn.Module) -> dict[str, tuple[tuple[int, ...], ...]]:
     shapes: dict[str, tuple[tuple[int, ...], ...]] = {}
     for prefix, child in module.named_modules():
         for name, parameter in child.named_parameters(prefix=prefix, recurse=False):
-            rows = child.parts if isinstance(child, FusedLinear) else (parameter.shape[0],)
+            rows = child.parts if isinstance(child, FusedLinear | GroupedLinear) else (parameter.shape[0],)
             shapes[name] = tuple((n, *parameter.shape[1:]) for n in rows)
     return shapes
 
 
 def part_groups(module: nn.Module) -> dict[str, int]:
-    """How many heads of keys and values each attention's fused projection has, by the names of its parameters."""
-    return {
-        f"{prefix}.qkv.{name}": child.spec.kv_heads
-        for prefix, child in module.named_modules()
-        if isinstance(child, Attention)
-        for name, _ in child.qkv.named_parameters()
-    }
+    """How many groups of rows parameters have: heads of keys and values, or layers of a GroupedLinear."""
+    groups: dict[str, int] = {}
+    for prefix, child in module.named_modules():
+        if isinstance(child, Attention):
+            groups |= {f"{prefix}.qkv.{name}": child.spec.kv_heads for name, _ in child.qkv.named_parameters()}
+        if isinstance(child, GroupedLinear):
+            groups[f"{prefix}.weight"] = child.count
+    return groups

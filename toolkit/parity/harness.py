@@ -211,7 +211,8 @@ def _products(spec: EncoderSpec) -> int:
     for name in spec.schedule:
         attention, mlp = blocks[name].attention, blocks[name].mlp
         total += spec.hidden * attention.head_dim * 2 * (attention.heads + attention.kv_heads)
-        total += spec.hidden * mlp.width * (2 if mlp.gate == "none" else 3)
+        times = mlp.experts.chosen if mlp.experts is not None else 1
+        total += spec.hidden * mlp.width * times * (2 if mlp.gate == "none" else 3)
     return total
 
 

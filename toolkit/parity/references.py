@@ -1,7 +1,6 @@
 """The reference models, loaded from the source checkpoint; each case runs alone and unpadded."""
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from toolkit.errors import MissingDependencyError, ParityError, UnsupportedError
 from toolkit.multivector import Kind
+from toolkit.parity.loading import implementations, quiet
 
 __all__ = [
     "CausalReference",
@@ -22,8 +22,6 @@ __all__ = [
     "SparseEncoderReference",
     "TextReference",
     "TransformersReference",
-    "flash_attentions",
-    "quiet",
 ]
 
 
@@ -41,22 +39,6 @@ class TextReference(Protocol):
     def result(self, item: Any, prompt: str) -> Tensor:
         """What it makes of the item, on the CPU."""
         ...
-
-
-@contextlib.contextmanager
-def quiet() -> Iterator[None]:
-    """Loading a reference must not draw progress bars and load reports over ours."""
-    from transformers.utils import logging
-
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-        if bars:
-            logging.enable_progress_bar()
 
 
 class TransformersReference:
@@ -80,7 +62,7 @@ class TransformersReference:
             self.model: Any = getattr(transformers, name).from_pretrained(
                 str(root),
                 dtype=dtype,
-                attn_implementation=attention,
+                **implementations(attention),
                 trust_remote_code=False,
                 local_files_only=True,
             )
@@ -142,7 +124,7 @@ class CausalReference:
         options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
         with quiet():
             self._model: Any = AutoModelForCausalLM.from_pretrained(
-                str(root), dtype=dtype, attn_implementation="eager", **options
+                str(root), dtype=dtype, **implementations("eager"), **options
             )
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(root), **options)
         self._model.to(device).eval()
@@ -205,17 +187,6 @@ def _layer_mix(root: Path, folder: str) -> Any:
     return WeightedLayerPooling.load(str(root), subfolder=folder, local_files_only=True).eval()
 
 
-def flash_attentions() -> list[str]:
-    """The names that transformers has for the flash attentions that are installed."""
-    from transformers.utils import import_utils
-
-    available = {
-        "flash_attention_3": getattr(import_utils, "is_flash_attn_3_available", lambda: False),
-        "flash_attention_2": import_utils.is_flash_attn_2_available,
-    }
-    return [name for name, there in available.items() if there()]
-
-
 def _with_attention(attention: str, make: Callable[[str], Any]) -> Any:
     """Make a model with this attention; with its plain one where transformers has no other for the architecture."""
     try:
@@ -251,7 +222,7 @@ class _SentenceTransformersModel:
             return getattr(sentence_transformers, self.kind)(
                 str(root),
                 device=str(device),
-                model_kwargs={"dtype": dtype, "attn_implementation": name},
+                model_kwargs={"dtype": dtype, **implementations(name)},
                 trust_remote_code=False,
                 local_files_only=True,
             )
@@ -392,7 +363,7 @@ class ClassifierReference:
         with quiet():
             self._model: Any = _with_attention(
                 attention,
-                lambda name: maker.from_pretrained(str(root), dtype=dtype, attn_implementation=name, **options),
+                lambda name: maker.from_pretrained(str(root), dtype=dtype, **implementations(name), **options),
             )
             self._tokenizer: Any = AutoTokenizer.from_pretrained(str(root), **options)
         self._model.to(device).eval()

@@ -84,9 +84,8 @@ class TextChecks:
         self._bound = bound(artifact.dtype, self._error, self._expected)
 
     def _has_special_tokens(self) -> bool:
-        return (
-            len(self._exact.tokens(Sided("document", "a", own=False) if self._task == "multi-vector" else "a", "")) > 1
-        )
+        one = {"multi-vector": Sided("document", "a", own=False), "rerank": ("a", "")}.get(self._task, "a")
+        return len(self._exact.tokens(one, "")) > 1
 
     def tokenizer_differences(self, runner: Runner) -> list[str]:
         """Texts for which our ids or segment ids differ, with the first difference."""
