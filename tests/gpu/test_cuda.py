@@ -4,6 +4,7 @@ import random
 import threading
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -259,10 +260,9 @@ def test_replays_do_not_need_the_workspace_of_the_stream() -> None:
     """K4: someone else releases cuBLAS's workspaces, and their memory goes to other tensors."""
     torch.manual_seed(0)
     x, w = torch.randn(8, 16384, device="cuda").half() / 128, torch.randn(16384, 64, device="cuda").half()
+    inputs: Any = SimpleNamespace(tensors=lambda: (x, w))
     with torch.inference_mode():
-        replay = _CudaReplay(
-            lambda a, b: a @ b, SimpleNamespace(tensors=lambda: (x, w)), torch.cuda.graph_pool_handle()
-        )  # type: ignore[arg-type]
+        replay = _CudaReplay(lambda a, b: a @ b, inputs, torch.cuda.graph_pool_handle())
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
     others = [torch.full((2**22,), 7.0, device="cuda") for _ in range(64)]
