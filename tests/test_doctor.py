@@ -12,6 +12,7 @@ import torch
 
 import toolkit
 from toolkit.attention import BACKENDS
+from toolkit.attention.paged import PAGED_BACKENDS
 from toolkit.devices import resolve_mode
 from toolkit.doctor import Diagnosis, Finding, diagnose
 from toolkit.errors import MissingDependencyError
@@ -38,9 +39,10 @@ def test_findings_are_true_here() -> None:
     assert finding(diagnosis, "torch").detail == torch.__version__
     assert finding(diagnosis, "CUDA").present == torch.cuda.is_available()
     assert finding(diagnosis, "CPU compiler").present == any(shutil.which(name) for name in COMPILERS)
-    for backend in BACKENDS:
-        found = finding(diagnosis, f"attention: {backend.name}, on {backend.device}")
-        assert found.present == (backend.why_unavailable() is None)
+    for kind, backends in (("attention", BACKENDS), ("paged attention", PAGED_BACKENDS)):
+        for backend in backends:
+            found = finding(diagnosis, f"{kind}: {backend.name}, on {backend.device}")
+            assert found.present == (backend.why_unavailable() is None)
     for name in LIBRARIES:
         try:
             expected = (True, importlib.metadata.version(name))

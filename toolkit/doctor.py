@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from toolkit.attention import BACKENDS
+from toolkit.attention.paged import PAGED_BACKENDS
 from toolkit.devices import best_mode
 from toolkit.nn.linear import can_pack
 from toolkit.toolchain import why_no_compiler
@@ -52,6 +53,7 @@ def diagnose() -> Diagnosis:
             fix="" if torch.backends.mkldnn.is_available() else "install a torch build with oneDNN",
         ),
         *(_reasoned(f"attention: {b.name}, on {b.device}", b.why_unavailable()) for b in BACKENDS),
+        *(_reasoned(f"paged attention: {b.name}, on {b.device}", b.why_unavailable()) for b in PAGED_BACKENDS),
         *(
             _library(name, fix)
             for name, fix in (
