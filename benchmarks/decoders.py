@@ -80,8 +80,8 @@ def decoding(runner: Any, model: Any, sizes: tuple[int, ...], length: int) -> Ma
         given = torch.tensor([prompt(length, k) for k in range(size)], device=runner.device)
         plain = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
         plain["attention_mask"] = torch.ones_like(given)
-        ways = {"transformers, dynamic cache, eager": {}, "transformers, static cache, compiled": {}}
-        ways["transformers, static cache, compiled"]["cache_implementation"] = "static"
+        static = {"cache_implementation": "static"}
+        ways = {"transformers, dynamic cache, eager": {}, "transformers, static cache, compiled": static}
         for name, more in ways.items():
             seconds = best_seconds(lambda more=more, given=given, plain=plain: model.generate(given, **plain, **more))
             rates[name] = size * NEW_TOKENS / seconds

@@ -113,10 +113,7 @@ class Engine:
         """
         self.check(row, params)
         self._arrivals += 1
-        request = Request.of(self._arrivals, row, params)
-        if self.scheduler.pool.caching:
-            request.identify()
-        self.scheduler.add(request)
+        self.scheduler.add(Request.of(self._arrivals, row, params))
         return self._arrivals
 
     def check(self, row: Row, params: SamplingParams) -> None:

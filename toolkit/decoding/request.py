@@ -103,7 +103,7 @@ class Request:
             start = len(self.digests) * page
             stop = start + page
             assert stop <= self.length
-            pieces = _between(self._fingerprints, start, stop)
+            pieces = _between(self.fingerprints, start, stop)
             selector, values = None, b""
             if pieces:
                 selector = np.zeros(page, np.bool_)
@@ -118,13 +118,12 @@ class Request:
         """What of the prompt's embeddings falls into a range: (place from its start on, embeddings)."""
         return _between(self.row.embeds, start, stop)
 
-    def identify(self) -> None:
-        """Find out now what `digest` needs to know of the embeddings: the host waits for the device."""
-        assert len(self._fingerprints) == len(self.row.embeds)
-
     @cached_property
-    def _fingerprints(self) -> list[tuple[int, np.ndarray]]:
-        """Each piece of embeddings, by its place in the sequence, as one row of numbers a token."""
+    def fingerprints(self) -> list[tuple[int, np.ndarray]]:
+        """Each piece of embeddings, by its place in the sequence, as one row of numbers a token.
+
+        To find them out the host waits for the device, once.
+        """
         return [(begin, fingerprints(values)) for begin, values in self.row.embeds]
 
 

@@ -89,15 +89,16 @@ class DecoderRunner(Loaded[StepOutput]):
         self.model.attach_cache(pages, cache.page, tables.tensor)
         # On a CPU nothing is lost when the compiler knows nothing of sizes, and one token alone is one row's work.
         sizes, smallest = (Sizes.MANY, 2) if mode == "graph" and device.type == "cuda" else (Sizes.ANY, 1)
-        ladder = StepLadder(step_tokens=step_tokens, sequences=lanes, smallest=smallest)
+        ids_ladder = ladder = StepLadder(step_tokens=step_tokens, sequences=lanes, smallest=smallest)
         few: dict[int, Entry] = {}
         if mode == "graph" and can_serve_few_rows(device, artifact.dtype) and self.model.serve_few_rows():
-            few_sizes = [size for size in replace(ladder, smallest=1).decode if size <= MOST_ROWS]
+            ids_ladder = replace(ladder, smallest=1)
+            few_sizes = [size for size in ids_ladder.decode if size <= MOST_ROWS]
             few = {size: self._entry_point("forward_few_rows", Sizes.ONE, f", {size}") for size in few_sizes}
         self._executor = self._make_executor(
             _step(self.model, self._entry_point("forward_ids", sizes), few),
             _step(self.model, self._entry_point("forward_embeds", sizes)),
-            replace(ladder, smallest=1) if few else ladder,
+            ids_ladder,
             (StepBatch, EmbedsStep),
             embeds_ladder=ladder,
         )

@@ -58,6 +58,8 @@ class Scheduler:
 
     def add(self, request: Request) -> None:
         """Let a request wait for its turn."""
+        if self.pool.caching:
+            _ = request.fingerprints  # now, so that no step waits for them
         self._waiting.append(request)
 
     def next_step(self) -> list[Share]:

@@ -176,10 +176,8 @@ class FewRowsBlock(nn.Module):
         assert places.pages is not None, "a decoder's places have pages"
         return attend_step(
             qkv_TX,
-            q_norm.weight if q_norm is not None else None,
-            k_norm.weight if k_norm is not None else None,
-            q_norm.eps if q_norm is not None else 0.0,
-            q_norm.offset if q_norm is not None else False,
+            _read_norm(q_norm)[0],
+            *_read_norm(k_norm),  # both are of one spec
             cos_LR,
             sin_LR,
             positions,
@@ -193,6 +191,11 @@ class FewRowsBlock(nn.Module):
             -1 if spec.reach is None else spec.reach,
             spec.softcap or 0.0,
         )
+
+
+def _read_norm(norm: Any) -> tuple[Tensor | None, float, bool]:
+    """Weight, eps and offset of a root-mean-square norm; None for none."""
+    return (None, 0.0, False) if norm is None else (norm.weight, norm.eps, norm.offset)
 
 
 def _linear(
@@ -209,9 +212,7 @@ def _linear(
         x_TI,
         linear.weight,
         linear.bias,
-        norm.weight if norm is not None else None,
-        norm.eps if norm is not None else 0.0,
-        norm.offset if norm is not None else False,
+        *_read_norm(norm),
         gate,
         activation,
         residual_TO,
